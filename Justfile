@@ -1,0 +1,28 @@
+python := ".venv/bin/python"
+
+# List the recipes
+default:
+    @just --list
+
+# Make a virtual environment with cbatch and its tools in it
+setup:
+    test -x {{python}} || python3 -m venv .venv
+    test .venv/installed -nt pyproject.toml || {{python}} -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+    touch .venv/installed
+
+# Generate completions for the samples with a small real model, and show the first
+demo: setup
+    .venv/bin/cbatch run samples/prompts.jsonl -o out/demo --overwrite
+    head -n 3 out/demo/part-00000.jsonl
+
+# Run the tests; arguments go to pytest
+test *args: setup
+    {{python}} -m pytest {{args}}
+
+# Check style and types
+lint: setup
+    .venv/bin/ruff check .
+    .venv/bin/mypy
+
+# Everything that must pass before a commit
+check: lint test

@@ -1,0 +1,3 @@
+from cbatch.cli import main
+
+main()

@@ -1,0 +1,111 @@
+"""`cbatch check`: what a run would meet, without the model's weights."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from cbatch.config import EngineConfig, OutputConfig, RunConfig
+from cbatch.errors import RowError
+from cbatch.rows.reader import read, resolve
+from cbatch.rows.record import RecordShape
+from cbatch.rows.request import Row
+from cbatch.run import OK, SOME_FAILED, check_first_rows, prompt_builder, sampling_defaults
+
+_SHOWN = 20  # bad rows
+_BAR = 40  # characters
+
+
+def check(config: RunConfig) -> int:
+    """Read and tokenize everything and print a report; SOME_FAILED if a row could not be completed."""
+    from cbatch.model.loader import locate
+
+    output: OutputConfig = config.output
+    sources = resolve(config.input.inputs)
+    shape = RecordShape(output.prefix, openai=output.format != "parquet" and not output.output.endswith(".parquet"))
+    check_first_rows(sources, config, shape)
+    files = locate(config.engine.model)
+    files.check()
+    sampling = replace(sampling_defaults(config, files), seed=config.sampling.seed or random.getrandbits(63))
+    builder = prompt_builder(config, sampling, files)
+
+    lengths: Counter[int] = Counter()
+    longest = failed = 0
+    first: Row | None = None
+    errors: Counter[str] = Counter()
+    for row in read(sources, config.input.skip, config.input.limit):
+        try:
+            if not row.problem:
+                shape.check(row)
+            request = builder(row)
+        except RowError as error:
+            failed += 1
+            errors[error.kind] += 1
+            if failed <= _SHOWN:
+                print(f"{error.kind}: {error}")
+            continue
+        first = first or row
+        lengths[len(request.token_ids)] += 1
+        longest = max(longest, min(len(request.token_ids) + request.params.max_tokens, builder.max_model_len))
+    if failed > _SHOWN:
+        print(f"... and {failed - _SHOWN:,} more")
+    good = lengths.total()
+    print(f"Rows        {good + failed:,}: {good:,} good, {failed:,} bad" + _counts(errors))
+    if first is not None:
+        for line in _prompt_lines(lengths):
+            print(line)
+        for line in _memory_lines(config.engine, files.config, lengths, sampling.max_tokens, longest):
+            print(line)
+        print(f"First prompt ({first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:")
+        print(builder.render(first))
+    return SOME_FAILED if failed else OK
+
+
+def _counts(errors: Counter[str]) -> str:
+    return " (" + ", ".join(f"{count:,} {kind}" for kind, count in errors.most_common()) + ")" if errors else ""
+
+
+def _prompt_lines(lengths: Counter[int]) -> Iterator[str]:
+    """Totals and a histogram of the prompt lengths, in powers of two."""
+    total = sum(length * count for length, count in lengths.items())
+    yield f"Tokens      {total:,} in prompts: {min(lengths):,} to {max(lengths):,}, {total / lengths.total():.0f} on average"
+    buckets: Counter[int] = Counter()
+    for length, count in lengths.items():
+        buckets[length.bit_length()] += count
+    most = max(buckets.values())
+    for bits in range(min(buckets), max(buckets) + 1):
+        span = f"{2 ** (bits - 1):,} to {2**bits - 1:,}"
+        yield f"  {span:>17} {'#' * -(-buckets[bits] * _BAR // most):<{_BAR}} {buckets[bits]:,}"
+
+
+def _memory_lines(
+    engine: EngineConfig, model_config: Any, lengths: Counter[int], max_tokens: int, longest: int
+) -> Iterator[str]:
+    """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
+    import torch
+
+    from cbatch.model.kv_cache import count_blocks
+    from cbatch.model.loader import resolve_device, resolve_dtype
+
+    text, device = model_config.get_text_config(), resolve_device(engine.device)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    itemsize = resolve_dtype(engine.dtype, device, model_config).itemsize
+    block_bytes = 2 * text.num_hidden_layers * heads * size * itemsize * engine.block_size
+    fit = count_blocks(
+        block_bytes,
+        engine.kv_cache_memory,
+        most_useful=1 << 40,
+        device=torch.device(device),
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+    )
+    mean = sum(length * count for length, count in lengths.items()) / lengths.total() + max_tokens
+    blocks = -(-round(mean) // engine.block_size)
+    yield (
+        f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens ({blocks * block_bytes / 1024**2:.1f} MiB) "
+        f"on average with {max_tokens:,} new tokens, {-(-longest // engine.block_size):,} at most; "
+        f"about {fit:,} blocks fit here, {fit // blocks:,} rows at once"
+    )

@@ -1,0 +1,155 @@
+"""The command line: flags -> RunConfig -> run(); exit codes and nothing else. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
+
+import typer
+
+from cbatch import __version__
+from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
+from cbatch.errors import Fatal, UsageError
+from cbatch.rows.request import SamplingParams
+
+_PANELS: dict[str, tuple[str, type]] = {
+    "input": ("Input", InputConfig),
+    "prompt": ("Prompt", PromptConfig),
+    "sampling": ("Sampling", SamplingParams),
+    "engine": ("Engine", EngineConfig),
+    "output": ("Output", OutputConfig),
+    "display": ("Display", DisplayConfig),
+}
+_INPUTS_HELP = "Files, folders, patterns, hf://NAME?split=S, or - for standard input."
+
+app = typer.Typer(
+    name="cbatch",
+    help="Batch inference with language models: prompts in, completions out as they finish, nothing lost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of the `cbatch` command."""
+    try:
+        app()
+    except Fatal as error:
+        from cbatch.run import fatal
+
+        sys.exit(fatal(error))
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"cbatch {__version__}")
+        raise typer.Exit
+
+
+def _run(**values: Any) -> None:
+    """Generate a completion for every row of INPUT and write it to OUT as it finishes.
+
+    Run the same command again after an interruption and it goes on where it was.
+    """
+    from cbatch.run import run
+
+    raise typer.Exit(run(_config(values)))
+
+
+def _check(**values: Any) -> None:
+    """Read and tokenize all of INPUT without loading the model's weights, and say what a run would meet."""
+    from cbatch.check import check
+
+    raise typer.Exit(check(_config(values)))
+
+
+def _config(values: dict[str, Any]) -> RunConfig:
+    parts = {}
+    for part, (_, kind) in _PANELS.items():
+        given = {one.name: values[one.name] for one in fields(kind) if one.name in values}
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        try:
+            parts[part] = kind(**given)
+        except ValueError as error:
+            raise UsageError(f"--{str(error).replace('_', '-', 1)}") from None
+    return RunConfig(**parts)
+
+
+def _command(function: Callable[..., None], name: str, panels: list[str]) -> None:
+    """Register a command whose options are the fields of these panels' dataclasses."""
+    parameters = [
+        _parameter("inputs", Annotated[list[str], typer.Argument(help=_INPUTS_HELP, metavar="INPUT...")]),
+        _parameter("config", Annotated[Optional[Path], _config_option()], None),  # noqa: UP045 typer reads it
+    ]
+    for panel in panels:
+        title, kind = _PANELS[panel]
+        hints = get_type_hints(kind)
+        parameters += [_option(one, hints[one.name], title) for one in fields(kind) if one.metadata]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    app.command(name)(function)
+
+
+def _option(one: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
+    kind, default = hint, one.default
+    if get_origin(hint) is tuple:
+        kind, default = list[get_args(hint)[0]], []  # type: ignore[misc]
+    flags = one.metadata.get("flags") or "--" + one.name.replace("_", "-")
+    if kind is bool and "/" not in flags:
+        flags = f"{flags}/--no-{flags[2:]}" if one.default else flags
+    names = flags.split("/") if kind is not bool and type(None) not in get_args(kind) else [flags]
+    choices = "|".join(one.metadata.get("choices") or ())
+    option = typer.Option(
+        *names,
+        help=one.metadata["help"],
+        rich_help_panel=panel,
+        metavar=choices or None,
+        show_default=default is not None and default != "" and default != [],
+    )
+    return _parameter(one.name, Annotated[kind, option], default)
+
+
+def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _config_option() -> Any:
+    return typer.Option(
+        "--config",
+        help="TOML file with the same settings, e.g. max-tokens = 64; flags go before it.",
+        is_eager=True,
+        callback=_read_config,
+        rich_help_panel="Input",
+    )
+
+
+def _read_config(context: typer.Context, path: Path | None) -> None:
+    """Make the settings of a TOML file the defaults of this command."""
+    if path is None:
+        return
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path}: {error}") from None
+    settings = {key.replace("-", "_"): value for key, value in settings.items()}
+    known = {one.name for one in context.command.params}
+    if unknown := settings.keys() - known:
+        raise UsageError(f"--config {path}: unknown setting {min(unknown)!r}")
+    context.default_map = settings
+
+
+_command(_run, "run", list(_PANELS))
+_command(_check, "check", ["input", "prompt", "sampling", "engine", "output"])

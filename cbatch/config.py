@@ -1,0 +1,141 @@
+"""Settings: frozen dataclasses, validated when they are built; derive, never mutate.
+
+Each field carries its own help text, so that a setting is written down once: the command line, the TOML keys of
+`--config` and the job's fingerprint are all read from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cbatch.errors import UsageError
+from cbatch.rows.request import SamplingParams
+
+
+def option(
+    default: Any, help: str, *, flags: str = "", choices: tuple[str, ...] = (), at_least: float | None = None
+) -> Any:
+    """A dataclass field that is also a command-line option; `flags` replaces the flag made from its name."""
+    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices, "at_least": at_least})
+
+
+class Checked:
+    """Checks `choices` and `at_least` of every field of a dataclass as it is built."""
+
+    def __post_init__(self) -> None:
+        for name, spec in self.__dataclass_fields__.items():  # type: ignore[attr-defined]
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            choices, at_least = spec.metadata.get("choices"), spec.metadata.get("at_least")
+            if choices and value not in (*choices, spec.default):
+                raise UsageError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
+            if at_least is not None and value is not None and not value >= at_least:
+                raise UsageError(f"{flag} must be at least {at_least}, not {value}")
+
+
+@dataclass(frozen=True)
+class InputConfig(Checked):
+    inputs: tuple[str, ...] = ()
+    skip: int = option(0, "Leave out the first N rows of the input.", at_least=0)
+    limit: int | None = option(None, "Stop after N rows of the input.", at_least=0)
+
+
+@dataclass(frozen=True)
+class PromptConfig(Checked):
+    prompt_column: str = option("prompt", "Column that holds the prompt text.")
+    template: str | None = option(
+        None, "Jinja template over all columns that makes the prompt, e.g. 'Summarise: {{ text }}', or @FILE."
+    )
+    system: str | None = option(None, "System message put before every conversation that has none.")
+    chat: bool | None = option(
+        None,
+        "Send a text prompt as a user message through the model's chat template, or as raw text. "
+        "[default: chat if the model has a chat template]",
+        flags="--chat/--raw",
+    )
+    max_model_len: int | None = option(
+        None, "Longest prompt plus completion, in tokens. [default: the model's context]", at_least=2
+    )
+    truncate: str | None = option(
+        None,
+        "Shorten a prompt that is too long from this side instead of making it an error row.",
+        choices=("left", "right"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.system is not None and self.chat is False:
+            raise UsageError("--system needs a conversation; it can't be combined with --raw")
+
+
+@dataclass(frozen=True)
+class EngineConfig(Checked):
+    model: str = option("smollm2-135m", "Folder, GGUF file, Hub id, or smollm2-135m.", flags="--model/-m")
+    dtype: str = option(
+        "auto",
+        "Precision of weights and KV cache. auto: as the checkpoint says, if the device computes it fast.",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    device: str = option("auto", "Where to run: auto, cpu or cuda (or cuda:N).")
+    load_format: str = option("auto", "dummy: random weights, to measure speed only.", choices=("auto", "dummy"))
+    generation_config: str = option(
+        "cbatch",
+        "model: take sampling defaults from the model's generation_config.json. cbatch: use those shown here.",
+        choices=("cbatch", "model"),
+    )
+    scheduling: str = option(
+        "continuous",
+        "continuous: the batch is decided anew at every step. static, dynamic: baselines to compare it with.",
+        choices=("continuous", "static", "dynamic"),
+    )
+    max_num_seqs: int | None = option(
+        None, "Most sequences in one step. [default: 128 on a CPU, 256 on a GPU]", at_least=1
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "Most tokens in one step, decodes and prompt slices together. [default: 512 on a CPU, 8192 on a GPU]",
+        at_least=1,
+    )
+    block_size: int = option(32, "Tokens in a block of the KV cache.", at_least=1)
+    kv_cache_memory: float | None = option(
+        None, "Memory for the KV cache, in GiB. [default: half of what is free on a CPU]", at_least=0
+    )
+    gpu_memory_utilization: float = option(0.9, "Share of GPU memory for weights, KV cache and work space.", at_least=0)
+    enable_prefix_caching: bool = option(True, "Compute a prompt beginning that rows share only once.")
+    threads: int | None = option(None, "CPU threads. [default: the CPUs this process may use]", at_least=1)
+
+
+@dataclass(frozen=True)
+class OutputConfig(Checked):
+    output: str = option(
+        "", "Folder of shards, or one .jsonl or .parquet file, or - for standard output.", flags="--output/-o"
+    )
+    format: str | None = option(
+        None, "Format of the output. [default: by OUT's suffix, else jsonl]", choices=("jsonl", "parquet")
+    )
+    shard_rows: int = option(50_000, "Rows in a shard of an output folder.", at_least=1)
+    ordered: bool = option(False, "Write the output in input order when the job ends, not as rows finish.")
+    prefix: str = option("", "Put this before the names of the columns that cbatch adds.")
+    overwrite: bool = option(False, "Throw away what an earlier job left in OUT and start anew.")
+    retry_failed: bool = option(False, "Run rows again that ended in an error.")
+
+
+@dataclass(frozen=True)
+class DisplayConfig(Checked):
+    progress: str = option(
+        "auto",
+        "auto: a live view on a terminal, else plain lines. none: print nothing unless something is wrong.",
+        choices=("auto", "rich", "plain", "json", "none"),
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All of a job's settings, panel by panel as `cbatch run --help` shows them."""
+
+    input: InputConfig
+    prompt: PromptConfig
+    sampling: SamplingParams
+    engine: EngineConfig
+    output: OutputConfig
+    display: DisplayConfig

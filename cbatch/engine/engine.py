@@ -1,0 +1,142 @@
+"""The step: schedule, pack, forward, collect."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.detokenizer import Decode, StopFinder
+from cbatch.engine.scheduler import Schedule, Scheduler, StaticScheduler
+from cbatch.engine.sequence import Sequence
+from cbatch.errors import RowError
+from cbatch.model.batch import pack
+from cbatch.model.runner import INVALID_LOGITS, Runner
+from cbatch.rows.request import Completion, Request
+from cbatch.watch.stats import RunStats
+
+
+class Requests(Protocol):
+    """Where the engine takes its work from."""
+
+    ended: bool
+
+    def take(self, wait: bool) -> Request | None:
+        """The next request; None if there is none now. With `wait`, give one some time to come."""
+
+
+class Engine:
+    """Turns requests into completions, in the order in which they finish."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        decode: Decode,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        stats: RunStats | None = None,
+    ) -> None:
+        self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
+        self.max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.pool.block_size)
+        self.stats = stats or RunStats()
+        self.stopping = False
+
+    def generate(self, requests: Requests) -> Iterator[Completion]:
+        """Yield a completion for each request. Set `stopping` to leave after the step that runs."""
+        while not self.stopping:
+            yield from self._take(requests)
+            if not self.scheduler.running and not self.scheduler.waiting and requests.ended:
+                return
+            yield from self.step(more_to_come=not requests.ended)
+
+    def step(self, more_to_come: bool = False) -> list[Completion]:
+        """Decide the batch, run it through the model once, and return the completions that it finished."""
+        schedule = self.scheduler.schedule(more_to_come)
+        self.stats.scheduled(schedule, self.scheduler)
+        if not schedule.chunks:
+            return []
+        started_at = time.perf_counter()
+        batch = pack(schedule.chunks, self.scheduler.pool.block_size, self.runner.device)
+        tokens = self.runner.forward(batch)
+        completions = self._collect(schedule, tokens)
+        self.stats.busy_seconds += time.perf_counter() - started_at
+        return completions
+
+    def _take(self, requests: Requests) -> Iterator[Completion]:
+        """Keep as many requests waiting as one step could admit."""
+        waiting = self.scheduler.waiting
+        while not requests.ended and len(waiting) < self.scheduler.max_num_seqs:
+            request = requests.take(wait=not waiting and not self.scheduler.running)
+            if request is None:
+                return
+            try:
+                self.scheduler.add(self._sequence(request))
+            except RowError as error:
+                yield Completion(request.row, num_prompt_tokens=len(request.token_ids), chat=request.chat, error=error)
+
+    def _sequence(self, request: Request) -> Sequence:
+        num_prompt_tokens = len(request.token_ids)
+        if num_prompt_tokens >= self.max_model_len:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {num_prompt_tokens} tokens; with one to generate, {self.max_model_len} fit",
+            )
+        max_len = min(num_prompt_tokens + request.params.max_tokens, self.max_model_len)
+        stop, min_tokens = request.params.stop, request.params.min_tokens
+        stop_finder = StopFinder(self.decode, stop, min_tokens) if stop else None
+        return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
+
+    def _collect(self, schedule: Schedule, tokens: list[int]) -> list[Completion]:
+        """Append the sampled tokens, give back the blocks of what has ended, and return it."""
+        completions, sampled, now = [], iter(tokens), time.perf_counter()
+        for chunk in schedule.chunks:
+            seq = chunk.seq
+            seq.num_computed_tokens += chunk.num_tokens
+            self.scheduler.pool.remember(seq)
+            if not chunk.reaches_end:
+                continue
+            if completion := self._append(seq, next(sampled)):
+                self.scheduler.finish(seq)
+                completions.append(completion)
+            self.stats.sampled(seq, now)
+        return completions
+
+    def _append(self, seq: Sequence, token: int) -> Completion | None:
+        """Add one token to a sequence; its completion if that ends it."""
+        params = seq.params
+        if token == INVALID_LOGITS:
+            return self._completion(seq, error=RowError("invalid_logits", "the model's output is not a number"))
+        if seq.num_completion_tokens >= params.min_tokens and (
+            token in params.stop_token_id or (token in self.eos_token_ids and not params.ignore_eos)
+        ):
+            return self._completion(seq, "stop")
+        seq.token_ids.append(token)
+        if seq.stop_finder and seq.stop_finder.add(token):
+            return self._completion(seq, "stop")
+        return self._completion(seq, "length") if len(seq.token_ids) == seq.max_len else None
+
+    def _completion(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
+        token_ids = seq.completion_ids
+        text = None if error else self.decode(token_ids)
+        if text is not None and seq.stop_finder and (shorter := seq.stop_finder.cut(text)) is not None:
+            text, finish_reason = shorter, "stop"
+        return Completion(
+            seq.request.row,
+            text,
+            tuple(token_ids),
+            finish_reason,
+            seq.num_prompt_tokens,
+            seq.num_cached_tokens or 0,
+            seq.request.chat,
+            error,
+        )
+
+
+def make_scheduler(kind: str, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int) -> Scheduler:
+    """The scheduler of `--scheduling`: continuous, static, or dynamic (a static batch collected for 50 ms)."""
+    if kind == "continuous":
+        return Scheduler(pool, max_num_batched_tokens, max_num_seqs)
+    window = {"window": 0.05} if kind == "dynamic" else {}
+    return StaticScheduler(pool, max_num_batched_tokens, max_num_seqs, **window)

@@ -1,0 +1,91 @@
+"""Runs unmodified transformers decoders on a ragged batch.
+
+"cbatch" is registered as an attention implementation; the model hands every attention layer's query, key and value to
+it, together with the `batch` and the `kv_cache` that the runner passed to `forward`. The mask implementation of the
+same name makes no mask: causality and windows are the business of the paged attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from cbatch.errors import Fatal
+from cbatch.model.kv_cache import LayerShape
+
+NAME = "cbatch"
+
+_UNSUPPORTED = {"s_aux": "attention sinks", "position_bias": "position biases", "alibi": "ALiBi", "cache_position": ""}
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    kv_cache: Any = None,
+    batch: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    for name, meaning in _UNSUPPORTED.items():
+        if meaning and kwargs.get(name) is not None:
+            raise Fatal(f"this model uses {meaning}, which cbatch does not support")
+    if attention_mask is not None or getattr(module, "is_causal", True) is False:
+        raise Fatal("this model has attention that is not causal, which cbatch does not support")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    flat = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = kv_cache.attend(module.layer_idx, *flat, batch, scale, sliding_window or 0, softcap or 0.0)
+    return out[None], None
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class Probe:
+    """Stands in for the KV cache once, to learn what each layer keeps."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        _batch: None,
+        _scale: float,
+        window: int,
+        _softcap: float,
+    ) -> torch.Tensor:
+        if layer in self.layers:
+            raise Fatal("this model attends more than once in a layer, which cbatch does not support")
+        self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], window)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+@torch.inference_mode()
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """What each attention layer of `model` keeps of a token; Fatal if a layer does not go through `attention`."""
+    probe, ids = Probe(), torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    positions = torch.arange(2, device=model.device)[None]
+    model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, batch=None, kv_cache=probe)
+    expected = model.config.get_text_config().num_hidden_layers
+    if sorted(probe.layers) != list(range(expected)):
+        raise Fatal(
+            f"{type(model).__name__}: {len(probe.layers)} of {expected} layers use standard attention; "
+            "cbatch does not support the others"
+        )
+    return [probe.layers[layer] for layer in range(expected)]

@@ -1,0 +1,227 @@
+"""A path or a name -> model and tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cbatch.errors import Fatal, UsageError
+from cbatch.model import fetch
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_NOT_DECODERS = {
+    "bloom": "ALiBi",
+    "mpt": "ALiBi",
+    "falcon_mamba": "no attention",
+    "gpt_oss": "attention sinks",
+    "llama4": "chunked attention",
+    "llama4_text": "chunked attention",
+}
+_BOUND_TO_CONTEXT = ("dynamic", "longrope")  # the rotation of a token depends on the longest sequence of its batch
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model on the local disk; nothing is loaded until it is asked for."""
+
+    name: str  # as the user wrote it
+    path: Path  # folder, or a GGUF file
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        if self.path.suffix == ".gguf":
+            return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
+        return {"pretrained_model_name_or_path": str(self.path)}
+
+    @cached_property
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(**self._where)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"{self.name}: can't read the model's configuration: {error}") from None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(**self._where)
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"{self.name}: can't read the model's tokenizer: {error}") from None
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """What the model's generation_config.json says; empty without one."""
+        from transformers import GenerationConfig
+
+        if not (self.path / "generation_config.json").is_file():
+            return {}
+        settings: dict[str, Any] = GenerationConfig.from_pretrained(str(self.path)).to_diff_dict()
+        return settings
+
+    @property
+    def context(self) -> int:
+        """Positions that the model can tell apart, in tokens."""
+        text = self.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        for one in ropes:
+            if one.get("rope_type") in _BOUND_TO_CONTEXT:
+                original = one.get("original_max_position_embeddings") or getattr(
+                    text, "original_max_position_embeddings", None
+                )
+                return int(original or text.max_position_embeddings)
+        return int(getattr(text, "max_position_embeddings", None) or 2**20)
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """All end-of-sequence ids: of the configuration, the generation configuration and the tokenizer."""
+        ids: set[int] = set()
+        for value in (
+            getattr(self.config.get_text_config(), "eos_token_id", None),
+            getattr(self.config, "eos_token_id", None),
+            self.generation_config.get("eos_token_id"),
+            self.tokenizer.eos_token_id,
+        ):
+            ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+        return frozenset(ids)
+
+    def check(self) -> None:
+        """Refuse by name, before any weight is read, what can't be run."""
+        text = self.config.get_text_config()
+        reason = _NOT_DECODERS.get(self.config.model_type)
+        if getattr(self.config, "is_encoder_decoder", False):
+            reason = "an encoder and a decoder"
+        other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if other:
+            reason = f"layers of type {', '.join(sorted(other))}"
+        if reason:
+            raise UsageError(f"{self.name}: models of type {self.config.model_type} ({reason}) are not supported")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes completions differ: the names, sizes and contents of the files.
+
+        Of a large file 256 pieces of 4 KiB are read, evenly spread; a file of the Hub's cache is known by its hash.
+        """
+        files = [self.path] if self.path.is_file() else sorted(p for p in self.path.iterdir() if p.is_file())
+        digests = {
+            p.name: _digest(p) for p in files if p.suffix in (".safetensors", ".gguf", ".json", ".jinja", ".model")
+        }
+        return {f"model {name}": digest for name, digest in digests.items()}
+
+    def load(self, dtype: str, device: str, dummy: bool) -> Any:
+        """The model in evaluation mode, its attention routed to cbatch."""
+        import torch
+        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers.utils import logging
+
+        from cbatch.model.attention import NAME
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+        settings: dict[str, Any] = {"dtype": resolve_dtype(dtype, device, self.config), "attn_implementation": NAME}
+        if dummy:
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = AutoModelForCausalLM.from_config(self.config, **settings)
+        else:
+            if self.path.suffix == ".gguf":
+                settings["quantization_config"] = GgufConfig(dequantize=True)
+            try:
+                model = AutoModelForCausalLM.from_pretrained(**self._where, **settings, use_safetensors=True)
+            except (OSError, ValueError) as error:
+                raise Fatal(f"{self.name}: can't load the weights: {error}") from None
+        return model.to(device).eval()
+
+
+def locate(name: str) -> ModelFiles:
+    """Find a model on disk, or fetch it: a folder, a GGUF file, a built-in name, or the id of a Hub repository."""
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise UsageError(f"{name}: no config.json in this folder")
+        return ModelFiles(name, path)
+    if name in fetch.BUILT_IN:
+        return ModelFiles(name, fetch.built_in(name))
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UsageError(f"{name}: no such model: neither a folder, nor a .gguf file, nor the id of a Hub repository")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return ModelFiles(name, Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
+    except Exception as error:
+        raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {_first_line(error)}") from None
+
+
+def resolve_device(device: str) -> str:
+    """auto -> cuda if there is one, else cpu."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch sees no GPU on this machine")
+    return device
+
+
+def resolve_dtype(dtype: str, device: str, config: Any) -> Any:
+    """auto -> the checkpoint's, where the device computes it fast; a CPU without bfloat16 gets float32."""
+    import torch
+
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    if device != "cpu" or stored == torch.float32:
+        return stored
+    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 (AVX512-BF16, AMX, or Arm's bf16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
+
+
+def _digest(path: Path) -> str:
+    real, size = path.resolve(), path.stat().st_size
+    if real.parent.name == "blobs":  # the Hub's cache names files by their content
+        return real.name
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        step = max(4096, size // 256)
+        for start in range(0, size, step):
+            file.seek(start)
+            digest.update(file.read(4096))
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def parallelism(threads: int | None) -> int:
+    """CPU threads: as told, else the CPUs that this process may use (Slurm and containers restrict them)."""
+    if threads:
+        return threads
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([allowed, *_cgroup_cpus()]))
+
+
+def _cgroup_cpus() -> list[int]:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return []
+    return [] if quota == "max" else [-(-int(quota) // int(period))]

@@ -1,0 +1,97 @@
+"""Logits to tokens, each row by its own settings.
+
+The random stream of a row depends on its seed, its identity and the position of the token, never on the batch: one
+uniform number is drawn for each token, and the token is where the cumulative distribution, in vocabulary order,
+passes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+import torch
+
+from cbatch.rows.request import SamplingParams
+
+if TYPE_CHECKING:
+    from cbatch.engine.sequence import Sequence
+
+INVALID_LOGITS = -1  # in place of a token: the row's logits are NaN or infinite
+
+_SLACK = 1e-6  # how far float32 sums of probabilities may be from top_p
+
+
+def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
+    """logits [n, vocabulary], one row for each sequence -> token ids [n] int64, or INVALID_LOGITS."""
+    logits = logits.float()
+    valid = logits.amax(-1).isfinite()
+    for row, seq in enumerate(sequences):
+        _penalize(logits[row], seq, eos_token_ids)
+    tokens = logits.argmax(-1)
+    drawn = [row for row, seq in enumerate(sequences) if seq.params.temperature > 0]
+    if drawn:
+        params = [sequences[row].params for row in drawn]
+        uniforms = [uniform(sequences[row].request.stream, sequences[row].num_completion_tokens) for row in drawn]
+        probs = filtered_probs(logits[drawn].nan_to_num(), params)
+        tokens[drawn] = _draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+    return torch.where(valid, tokens, INVALID_LOGITS)
+
+
+def uniform(stream: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, the same for the same arguments everywhere."""
+    key = stream.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") / 2**64 * (1 - 2**-53)
+
+
+def filtered_probs(logits: torch.Tensor, params: SequenceOf[SamplingParams]) -> torch.Tensor:
+    """Probabilities [n, vocabulary] float32 after temperature, top-k, top-p and min-p; not normalised.
+
+    top-p keeps the smallest set that reaches it, and at least one token. Equal tokens: the lower id comes first.
+    """
+
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([[float(getattr(p, name))] for p in params], device=logits.device)
+
+    scaled = (logits - logits.amax(-1, keepdim=True)) / column("temperature").clamp(min=1e-10)
+    probs = scaled.softmax(-1)
+    cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    if cut:
+        probs[cut] = _top(probs[cut], [params[row] for row in cut])
+    return probs.masked_fill(probs < column("min_p") * probs.amax(-1, keepdim=True), 0)
+
+
+def _top(probs: torch.Tensor, params: SequenceOf[SamplingParams]) -> torch.Tensor:
+    """`probs` with everything outside top-k, then outside top-p of what is left, set to 0."""
+    ranked, order = probs.sort(stable=True, dim=-1, descending=True)
+    top_k = torch.tensor([[p.top_k if p.top_k > 0 else probs.shape[-1]] for p in params], device=probs.device)
+    top_p = torch.tensor([[p.top_p] for p in params], device=probs.device)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    ranked = ranked.masked_fill(rank >= top_k, 0)
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    before = ranked.cumsum(-1) - ranked
+    ranked = ranked.masked_fill((before >= top_p - _SLACK) & (rank > 0) & (top_p < 1), 0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+
+
+def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token at which the running sum of `probs` [n, vocabulary] exceeds `uniforms` [n] of the total."""
+    sums = probs.double().cumsum(-1)
+    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+def _penalize(logits: torch.Tensor, seq: Sequence, eos_token_ids: SequenceOf[int]) -> None:
+    """Apply a row's penalties and its `min_tokens` to `logits` [vocabulary], in place."""
+    params = seq.params
+    if seq.num_completion_tokens < params.min_tokens:
+        ends = [*params.stop_token_id, *([] if params.ignore_eos else eos_token_ids)]
+        logits[[token for token in ends if token < len(logits)]] = -torch.inf
+    if params.repetition_penalty != 1:
+        seen = torch.unique(torch.tensor(seq.token_ids, device=logits.device))
+        scores = logits[seen]
+        logits[seen] = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and seq.num_completion_tokens:
+        generated = torch.tensor(seq.completion_ids, device=logits.device)
+        tokens, counts = torch.unique(generated, return_counts=True)
+        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts

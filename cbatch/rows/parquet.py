@@ -1,0 +1,126 @@
+"""JSONL records -> Parquet, under a schema that is fixed before the first row is generated.
+
+A column of the input keeps its type where JSON can hold it: booleans, integers, floats, text, and lists and structs of
+these. Dates, decimals, bytes and the like become text. In JSONL input a column whose values are of one of the first
+four kinds has that type (null allowed); a column that is nested or mixed holds JSON text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cbatch.errors import UsageError
+from cbatch.rows.reader import Source
+from cbatch.rows.record import FIELDS, dumps
+
+_BATCH = 1000  # rows
+_JSON = {b"cbatch": b"json"}  # metadata of a field that holds JSON text
+_ADDED = {"prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "row": pa.int64()}
+
+
+def schema_of(sources: Sequence[Source], prefix: str) -> pa.Schema:
+    """The columns of all sources, then those that cbatch adds. Reads JSONL files once, from end to end."""
+    fields: dict[str, pa.Field] = {}
+    for source in sources:
+        for one in _fields(source):
+            known = fields.setdefault(one.name, one)
+            fields[one.name] = _widened(known, one)
+    for name in FIELDS:
+        if prefix + name in fields:
+            raise UsageError(f"the input has a column {prefix + name!r} already; choose a --prefix")
+        fields[prefix + name] = pa.field(prefix + name, _ADDED.get(name, pa.string()))
+    return pa.schema([one if one.type != pa.null() else one.with_type(pa.string()) for one in fields.values()])
+
+
+def write(path: Path, records: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
+    """Write all `records` to a new Parquet file."""
+    rest = iter(records)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        while rows := list(islice(rest, _BATCH)):
+            writer.write_batch(pa.record_batch([_column(rows, one) for one in schema], schema=schema))
+
+
+def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """The values of some columns, row by row."""
+    for batch in pq.ParquetFile(path).iter_batches(columns=list(names)):
+        yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file that `write` made."""
+    import json
+
+    file = pq.ParquetFile(path)
+    texts = [one.name for one in file.schema_arrow if one.metadata == _JSON]
+    for batch in file.iter_batches(batch_size=_BATCH):
+        for record in batch.to_pylist():
+            for name in texts:
+                record[name] = None if record[name] is None else json.loads(record[name])
+            yield record
+
+
+def _column(rows: list[dict[str, Any]], one: pa.Field) -> pa.Array:
+    values = [row.get(one.name) for row in rows]
+    if one.metadata == _JSON:
+        values = [None if value is None else dumps(value) for value in values]
+    return pa.array(values, one.type)
+
+
+def _fields(source: Source) -> list[pa.Field]:
+    if source.kind == "text":
+        return [pa.field("prompt", pa.string())]
+    if source.kind == "parquet":
+        return [pa.field(one.name, _native(one.type)) for one in pq.ParquetFile(source.name).schema_arrow]
+    if source.kind == "dataset":
+        features = source.dataset.features
+        if features is None:
+            raise UsageError(f"{source.name}: its columns are not known beforehand; write JSONL instead of Parquet")
+        return [pa.field(one.name, _native(one.type)) for one in features.arrow_schema]
+    if source.name == "-":
+        raise UsageError("standard input can't be looked through beforehand, which Parquet needs; write JSONL instead")
+    return _fields_of_json(row.data for row in source.rows())
+
+
+def _fields_of_json(rows: Iterable[dict[str, Any]]) -> list[pa.Field]:
+    kinds: dict[str, set[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            kinds.setdefault(name, set()).add(_kind(value))
+    fields = []
+    for name, seen in kinds.items():
+        found = seen - {pa.null()}
+        one = found.pop() if len(found) == 1 else (None if found else pa.null())
+        fields.append(pa.field(name, pa.string(), metadata=_JSON) if one is None else pa.field(name, one))
+    return fields
+
+
+def _kind(value: Any) -> pa.DataType | None:
+    """The Arrow type of a JSON value, None if it is to be JSON text."""
+    if type(value) is int:
+        return pa.int64() if -(2**63) <= value < 2**63 else None
+    return {bool: pa.bool_(), float: pa.float64(), str: pa.string(), type(None): pa.null()}.get(type(value))
+
+
+def _widened(a: pa.Field, b: pa.Field) -> pa.Field:
+    if a.equals(b, check_metadata=True) or b.type == pa.null():
+        return a
+    return b if a.type == pa.null() else pa.field(a.name, pa.string(), metadata=_JSON)
+
+
+def _native(kind: pa.DataType) -> pa.DataType:
+    """`kind` itself if `reader.plain` keeps it, else text."""
+    types = pa.types
+    if types.is_dictionary(kind):
+        return _native(kind.value_type)
+    if types.is_struct(kind):
+        return pa.struct([pa.field(one.name, _native(one.type)) for one in kind])
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_list_view(kind):
+        return pa.list_(_native(kind.value_type))
+    keep = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
+    return kind if keep else pa.string()

@@ -1,0 +1,335 @@
+"""Files, folders, standard input and datasets -> a lazy stream of rows.
+
+Memory does not grow with the input: lines are read one by one, Parquet in small batches. A row that can't be read
+becomes a `Row` with a `problem`; only an input that can't be opened at all is fatal.
+"""
+
+from __future__ import annotations
+
+import base64
+import glob
+import gzip
+import io
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NoReturn
+from urllib.parse import parse_qs, urlsplit
+
+from cbatch.errors import RowError, UsageError
+from cbatch.rows.request import Row
+
+UNKNOWN_DIGEST = 1  # of a row whose content was not recorded
+
+_MAX_LINE = 256 * 1024**2  # bytes
+_PARQUET_BATCH = 256  # rows
+_LINE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
+_COMPRESSED = ("", ".gz", ".zst")
+_SUFFIXES = (*(a + b for a in _LINE_SUFFIXES for b in _COMPRESSED), ".parquet")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input: a file, standard input (`-`), or a dataset."""
+
+    name: str  # as it appears in the output
+    kind: str  # jsonl, text, parquet or dataset
+    size: int | None = None  # bytes, or rows of a dataset; None if unknown
+    dataset: Any = field(default=None, repr=False, compare=False)
+
+    def rows(self) -> Iterator[Row]:
+        """All rows in order. What ends the reading early, such as a file cut short, becomes the last row."""
+        number = 0
+        try:
+            for row in _READERS[self.kind](self):
+                yield row
+                number = row.row + 1
+        except (OSError, EOFError, zlib.error, _arrow_error()) as error:
+            problem = RowError("read_error", f"{self.name}: can't be read on from here: {_one_line(error)}")
+            yield Row(self.name, number, self.name, {}, UNKNOWN_DIGEST, problem)
+
+    def count(self) -> int | None:
+        """The number of rows if it can be told without parsing them; blank lines are counted."""
+        if self.kind == "dataset":
+            return self.size
+        if self.kind == "parquet":
+            import pyarrow.parquet as pq
+
+            return int(pq.ParquetFile(self.name).metadata.num_rows)
+        if self.name == "-" or self.name.endswith(_COMPRESSED[1:]):
+            return None
+        with Path(self.name).open("rb") as file:
+            chunks, last, lines = iter(lambda: file.read(1 << 20), b""), b"\n", 0
+            for chunk in chunks:
+                lines, last = lines + chunk.count(b"\n"), chunk[-1:]
+        return lines + (last != b"\n")
+
+
+def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
+    """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
+
+    `exclude` is the job's own output, which a folder or a pattern never includes.
+    """
+    sources: list[Source] = []
+    for name in inputs:
+        sources += _resolve_one(name, exclude)
+    seen: set[str] = set()
+    for source in sources:
+        key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
+        if key in seen:
+            raise UsageError(f"{source.name}: named twice as an input")
+        seen.add(key)
+    return sources
+
+
+def read(sources: Sequence[Source], skip: int = 0, limit: int | None = None) -> Iterator[Row]:
+    """The rows of all sources, one after the other."""
+    rows = (row for source in sources for row in source.rows())
+    return islice(rows, skip, None if limit is None else skip + limit)
+
+
+def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
+    if name == "-":
+        return [Source("-", "jsonl")]
+    if name.startswith("hf://"):
+        return [_hub_dataset(name)]
+    path, _, query = name.partition("?") if not Path(name).exists() else (name, "", "")
+    if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        return [_disk_dataset(name, path, query)]
+    if Path(name).is_file():
+        return [_file(Path(name))]
+    if Path(name).is_dir():
+        found = [
+            p
+            for p in sorted(Path(name).rglob("*"))
+            if not any(x.startswith(".") for x in p.parts[len(Path(name).parts) :])
+        ]
+    else:
+        found = [Path(p) for p in sorted(glob.glob(name, recursive=True))]
+        if not found:
+            raise UsageError(f"{name}: no such file or folder, and no file matches it")
+    files = [p for p in found if p.is_file() and p.name.endswith(_SUFFIXES) and not _inside(p, exclude)]
+    if not files:
+        raise UsageError(f"{name}: holds no file that ends in {', '.join(_SUFFIXES)}")
+    return [_file(path) for path in files]
+
+
+def _inside(path: Path, folder: Path | None) -> bool:
+    return folder is not None and path.resolve().is_relative_to(folder.resolve())
+
+
+def _file(path: Path) -> Source:
+    """A file that can be opened and, if it is Parquet, has a readable footer."""
+    stem = path.name.removesuffix(".gz").removesuffix(".zst")
+    kind = "parquet" if stem.endswith(".parquet") else "text" if stem.endswith(".txt") else "jsonl"
+    if not path.name.endswith(_SUFFIXES):
+        raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(_SUFFIXES)}")
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+        if kind == "parquet":
+            import pyarrow.parquet as pq
+
+            pq.ParquetFile(path)
+    except (OSError, _arrow_error()) as error:
+        raise UsageError(f"{path}: can't be read: {_one_line(error)}") from None
+    return Source(str(path), kind, path.stat().st_size)
+
+
+def _hub_dataset(name: str) -> Source:
+    """hf://org/name?split=train&config=x, streamed."""
+    import datasets
+
+    url = urlsplit(name)
+    options = {key: values[-1] for key, values in parse_qs(url.query).items()}
+    if unknown := options.keys() - {"split", "config", "revision"}:
+        raise UsageError(f"{name}: unknown option {min(unknown)!r}; known are split, config, revision")
+    try:
+        dataset = datasets.load_dataset(
+            url.netloc + url.path,
+            options.get("config"),
+            split=options.get("split", "train"),
+            revision=options.get("revision"),
+            streaming=True,
+        )
+    except Exception as error:
+        raise UsageError(f"{name}: can't be opened: {_one_line(error)}") from None
+    return Source(name, "dataset", None, dataset)
+
+
+def _disk_dataset(name: str, path: str, query: str) -> Source:
+    """A folder that `save_to_disk` wrote; FOLDER?split=train where it holds several splits."""
+    import datasets
+
+    split = parse_qs(query).get("split", [None])[-1]
+    dataset = datasets.load_from_disk(path)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            raise UsageError(f"{name}: say which split, as {path}?split=NAME; it has {', '.join(dataset)}")
+        dataset = dataset[split]
+    return Source(name, "dataset", dataset.num_rows, dataset)
+
+
+def _open(source: Source) -> IO[bytes] | gzip.GzipFile:
+    if source.name == "-":
+        return sys.stdin.buffer
+    if source.name.endswith(".gz"):
+        return gzip.open(source.name)
+    if source.name.endswith(".zst"):
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(source.name, compression="zstd"))
+    return Path(source.name).open("rb")
+
+
+def _numbered_lines(source: Source) -> Iterator[tuple[int, bytes]]:
+    """Non-blank lines with their numbers, from 1. A record ends at 0x0A and nowhere else."""
+    with _open(source) as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if len(line) > _MAX_LINE:  # kept short: the parser refuses it
+                while not line.endswith(b"\n") and (more := file.readline(_MAX_LINE)):
+                    line = line[:1] + more[-1:]
+                line = b""
+                yield number, _TOO_LONG
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            if line.strip():
+                yield number, line
+
+
+_TOO_LONG = b"\n"  # no line can hold this
+
+
+def _jsonl_rows(source: Source) -> Iterator[Row]:
+    for index, (number, line) in enumerate(_numbered_lines(source)):
+        where, data, problem = f"{source.name}:{number}", {}, None
+        try:
+            data = parse_object(line)
+        except RowError as error:
+            problem = RowError(error.kind, f"{where}: {error}")
+        yield Row(source.name, index, where, data, _digest(line), problem)
+
+
+def _text_rows(source: Source) -> Iterator[Row]:
+    for index, (number, line) in enumerate(_numbered_lines(source)):
+        where, data, problem = f"{source.name}:{number}", {}, None
+        try:
+            data = {"prompt": _decoded(line)}
+        except RowError as error:
+            problem = RowError(error.kind, f"{where}: {error}")
+        yield Row(source.name, index, where, data, _digest(line), problem)
+
+
+def _parquet_rows(source: Source) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(source.name, buffer_size=1 << 20, pre_buffer=False)
+    batches = file.iter_batches(batch_size=_PARQUET_BATCH)
+    return _plain_rows(source, (values for batch in batches for values in batch.to_pylist()))
+
+
+def _dataset_rows(source: Source) -> Iterator[Row]:
+    return _plain_rows(source, iter(source.dataset))
+
+
+def _plain_rows(source: Source, rows: Iterator[dict[str, Any]]) -> Iterator[Row]:
+    for index, values in enumerate(rows):
+        data = plain(values)
+        yield Row(
+            source.name, index, f"{source.name} row {index}", data, _digest(repr(data).encode("utf-8", "replace"))
+        )
+
+
+_READERS = {"jsonl": _jsonl_rows, "text": _text_rows, "parquet": _parquet_rows, "dataset": _dataset_rows}
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """One line of JSONL; RowError if it is not strict JSON in UTF-8, or not an object.
+
+    A lone surrogate escape becomes U+FFFD: many readers refuse a whole file that holds one.
+    """
+    text = _decoded(line)
+    try:
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError:
+        raise RowError("invalid_json", "nested too deeply") from None
+    except ValueError as error:
+        raise RowError("invalid_json", f"not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise RowError("not_an_object", f"a row must be a JSON object, not {_json_type(data)}")
+    return _without_surrogates(data) if _SURROGATE_ESCAPE.search(text) else data
+
+
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _decoded(line: bytes) -> str:
+    if line == _TOO_LONG:
+        raise RowError("line_too_long", f"a line may hold {_MAX_LINE // 1024**2} MiB")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RowError("invalid_utf8", f"not valid UTF-8 at byte {error.start}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text} is too large for a number")
+    return value
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return [_without_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def plain(value: Any) -> Any:
+    """A value from Arrow as JSON can hold it: dates and decimals as text, bytes as base64, NaN and infinities as null."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _digest(content: bytes) -> int:
+    return max(zlib.crc32(content), UNKNOWN_DIGEST + 1)
+
+
+def _arrow_error() -> type[Exception]:
+    import pyarrow as pa
+
+    error: type[Exception] = pa.ArrowException
+    return error
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

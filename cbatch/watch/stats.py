@@ -1,0 +1,135 @@
+"""Plain numbers about a run. The engine writes them, the progress view reads them and never calls back."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cbatch.engine.scheduler import Schedule, Scheduler
+    from cbatch.engine.sequence import Sequence
+    from cbatch.rows.request import Completion
+
+
+class Histogram:
+    """Durations in seconds, in buckets 5 % wide, so that memory does not grow with their number."""
+
+    _WIDTH = math.log(1.05)
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        self._counts[round(math.log(max(seconds, 1e-6)) / self._WIDTH)] += 1
+
+    def percentile(self, share: float) -> float | None:
+        """The duration that `share` (0 to 1) of all do not exceed; None if there is none."""
+        left = math.ceil(share * sum(self._counts.values()))
+        for bucket, count in sorted(self._counts.items()):
+            left -= count
+            if left <= 0:
+                return math.exp(bucket * self._WIDTH)
+        return None
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a forward pass costs, from the shapes of the model. Matrix multiplications only."""
+
+    weight_bytes: int = 0  # read once a step
+    flops_per_token: int = 0
+    flops_per_sampled: int = 0  # the LM head
+    flops_per_attended: int = 0  # for each pair of a query token and a token it sees
+    kv_bytes_per_token: int = 0
+
+
+@dataclass
+class RunStats:
+    """Counters of one run. Times in seconds."""
+
+    cost: ModelCost = field(default_factory=ModelCost)
+    started_at: float = field(default_factory=time.perf_counter)
+    first_completion_at: float | None = None
+    rows_total: int | None = None
+    rows_earlier: int = 0  # done by an earlier run of the job
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_length: int = 0  # ended by max_tokens or the context
+    prompt_tokens: int = 0  # of finished rows
+    completion_tokens: int = 0
+    prefill_tokens: int = 0  # computed, recomputed ones included
+    decode_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    busy_seconds: float = 0.0  # inside steps
+    occupancy: int = 0  # sum over steps of the sequences in the batch
+    preemptions: int = 0
+    flops: int = 0
+    bytes: int = 0
+    running: int = 0
+    waiting: int = 0
+    max_num_seqs: int = 0
+    kv_used: float = 0.0
+    ttft: Histogram = field(default_factory=Histogram)
+    inter_token: Histogram = field(default_factory=Histogram)
+    errors: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started_at
+
+    @property
+    def rows_done(self) -> int:
+        return self.rows_ok + self.rows_failed
+
+    def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
+        """Count a step that is about to run."""
+        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
+        self.max_num_seqs = scheduler.max_num_seqs
+        self.kv_used = scheduler.pool.num_used_blocks / scheduler.pool.num_blocks
+        self.preemptions += len(schedule.preempted)
+        if not schedule.chunks:
+            return
+        self.steps += 1
+        self.occupancy += len(schedule.chunks)
+        tokens = pairs = cached = sampled = decodes = 0
+        for chunk in schedule.chunks:
+            n, first = chunk.num_tokens, chunk.seq.num_computed_tokens
+            tokens += n
+            sampled += chunk.reaches_end
+            decodes += n == 1
+            cached += first + n
+            pairs += n * first + n * (n + 1) // 2
+        cost = self.cost
+        self.decode_tokens += decodes
+        self.prefill_tokens += tokens - decodes
+        self.bytes += cost.weight_bytes + cached * cost.kv_bytes_per_token
+        self.flops += tokens * cost.flops_per_token + sampled * cost.flops_per_sampled + pairs * cost.flops_per_attended
+
+    def sampled(self, seq: Sequence, now: float) -> None:
+        """Count a token that a sequence got at the time `now`."""
+        if seq.last_token_at is None:
+            self.ttft.add(now - seq.added_at)
+            self.cached_tokens += seq.num_cached_tokens or 0
+        else:
+            self.inter_token.add(now - seq.last_token_at)
+        seq.last_token_at = now
+
+    def finished(self, completion: Completion) -> None:
+        """Count a row that is done. Called from two threads."""
+        with self._lock:
+            if completion.error:
+                self.rows_failed += 1
+                self.errors[completion.error.kind] += 1
+                return
+            if self.first_completion_at is None:
+                self.first_completion_at = time.perf_counter()
+            self.rows_ok += 1
+            self.rows_length += completion.finish_reason == "length"
+            self.prompt_tokens += completion.num_prompt_tokens
+            self.completion_tokens += len(completion.token_ids)

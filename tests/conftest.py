@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+from tests.tiny import save_model
+
+Cbatch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny random Llama and its tokenizer."""
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def cbatch() -> Cbatch:
+    """Runs the command line in a process of its own: cbatch("run", ...)."""
+
+    def run(*args: object, stdin: str | bytes | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cbatch", *map(str, args)],
+            input=stdin.decode() if isinstance(stdin, bytes) else stdin,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **environ},
+            timeout=300,
+        )
+
+    return run
