@@ -12,6 +12,8 @@ from typing import Any
 from cbatch.errors import Fatal, UsageError
 from cbatch.model import fetch
 
+os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
+
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 _NOT_DECODERS = {
     "bloom": "ALiBi",

@@ -158,11 +158,11 @@ class Rates:
             self.decode = (s.decode_tokens - decode) / (now - then)
 
     def eta(self, done: int) -> float | None:
-        """Seconds left, at the pace of this run since its first completion."""
+        """Seconds left, at the pace of this run's steps so far."""
         s = self._stats
-        if s.rows_total is None or not s.rows_ok or s.first_completion_at is None:
+        if s.rows_total is None or not s.rows_ok:
             return None
-        return max(0, s.rows_total - done) * s.seconds / s.rows_done
+        return max(0, s.rows_total - done) * s.busy_seconds / s.rows_ok
 
 
 def resolve_mode(mode: str) -> str:

@@ -1,0 +1,124 @@
+"""The rules that keep the rooms apart; read from the imports, not from memory."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cbatch"
+
+# Room -> the rooms of cbatch that it may import. Everyone may import the nouns of the border.
+NOUNS = {"cbatch", "cbatch.errors", "cbatch.config", "cbatch.rows.request"}
+MAY_IMPORT = {
+    "cbatch.errors": set(),
+    "cbatch.config": set(),
+    "cbatch.cli": {"cbatch.run", "cbatch.check"},
+    "cbatch.__main__": {"cbatch.cli"},
+    "cbatch.run": {"cbatch.rows", "cbatch.engine", "cbatch.model.loader", "cbatch.model.ceilings", "cbatch.watch"},
+    "cbatch.check": {"cbatch.rows", "cbatch.run", "cbatch.model.loader", "cbatch.model.kv_cache"},
+    "cbatch.rows": {"cbatch.rows"},
+    "cbatch.engine": {"cbatch.engine", "cbatch.model", "cbatch.watch.stats"},
+    "cbatch.model": {"cbatch.model", "cbatch.kernels"},
+    "cbatch.watch": {"cbatch.watch"},
+    "cbatch.kernels": {"cbatch.kernels"},
+}
+NO_TORCH = [
+    "errors.py",
+    "config.py",
+    "cli.py",
+    "run.py",
+    "check.py",
+    "rows",
+    "watch",
+    "engine/sequence.py",
+    "engine/block_pool.py",
+    "engine/scheduler.py",
+    "engine/detokenizer.py",
+    "model/fetch.py",
+    "model/loader.py",
+]
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"] + sorted(
+        (ROOT / "kernels").glob("*.py")
+    )
+
+
+def name_of(path: Path) -> str:
+    folder = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("cbatch", *folder) if folder[0] == "kernels" else folder)
+
+
+def imports(tree: ast.AST, everywhere: bool = True) -> Iterator[str]:
+    """Imported module names; those under `if TYPE_CHECKING` never, those inside functions only if `everywhere`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            if node.module == "cbatch" or node.module.count(".") == 0:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif everywhere or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from imports(node, everywhere)
+
+
+def within(name: str, rooms: set[str]) -> bool:
+    return any(name == room or name.startswith(room + ".") for room in rooms)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_dependencies_point_down(path: Path) -> None:
+    room = max((r for r in MAY_IMPORT if within(name_of(path), {r})), key=len)
+    known = {name_of(module) for module in modules()}
+    used = {name for name in imports(ast.parse(path.read_text())) if name in known}
+    allowed = {name for name in used if within(name, MAY_IMPORT[room] | {room}) or name in NOUNS}
+    assert used == allowed
+
+
+@pytest.mark.parametrize("place", NO_TORCH)
+def test_no_torch_at_import(place: str) -> None:
+    paths = [PACKAGE / place] if place.endswith(".py") else sorted((PACKAGE / place).glob("*.py"))
+    assert paths
+    for path in paths:
+        found = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), everywhere=False)}
+        assert not found & {"torch", "transformers", "datasets", "triton"}, path
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['cbatch', 'run', '--help']\n"
+        "from cbatch.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """Hugging Face has a package called kernels that transformers finds by name; ours must never be taken for it."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "kernels").exists()
+    assert (PACKAGE / "kernels").is_symlink()
+    assert (PACKAGE / "kernels").resolve() == ROOT / "kernels"
+    for path in [*modules(), *sorted((ROOT / "tests").glob("*.py"))]:
+        assert not {"kernels"} & {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}, path
+
+
+def test_every_module_says_what_it_is() -> None:
+    for path in modules():
+        assert path.name == "__main__.py" or ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_files_hold_one_thing() -> None:
+    for path in modules():
+        assert len(path.read_text().splitlines()) <= 420, path
