@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from cbatch.config import EngineConfig, OutputConfig, RunConfig
+from cbatch import plan
+from cbatch.config import EngineConfig, RunConfig
 from cbatch.errors import RowError
 from cbatch.rows.reader import read, resolve
 from cbatch.rows.record import RecordShape
 from cbatch.rows.request import Row
-from cbatch.run import OK, SOME_FAILED, check_first_rows, prompt_builder, sampling_defaults
+from cbatch.rows.target import Target
+from cbatch.run import OK, SOME_FAILED
 
 _SHOWN = 20  # bad rows
 _BAR = 40  # characters
@@ -23,14 +23,13 @@ def check(config: RunConfig) -> int:
     """Read and tokenize everything and print a report; SOME_FAILED if a row could not be completed."""
     from cbatch.model.loader import locate
 
-    output: OutputConfig = config.output
-    sources = resolve(config.input.inputs)
-    shape = RecordShape(output.prefix, openai=output.format != "parquet" and not output.output.endswith(".parquet"))
-    check_first_rows(sources, config, shape)
+    target = Target(config.output) if config.output.output else None
+    sources = resolve(config.input.inputs, exclude=target.path if target else None)
+    shape = target.shape if target else RecordShape(config.output.prefix)
+    plan.check_first_rows(sources, config, shape)
     files = locate(config.engine.model)
     files.check()
-    sampling = replace(sampling_defaults(config, files), seed=config.sampling.seed or random.getrandbits(63))
-    builder = prompt_builder(config, sampling, files)
+    builder = plan.prompt_builder(config, files, seed=0)
 
     lengths: Counter[int] = Counter()
     longest = failed = 0
@@ -57,7 +56,7 @@ def check(config: RunConfig) -> int:
     if first is not None:
         for line in _prompt_lines(lengths):
             print(line)
-        for line in _memory_lines(config.engine, files.config, lengths, sampling.max_tokens, longest):
+        for line in _memory_lines(config.engine, files.config, lengths, builder.sampling.max_tokens, longest):
             print(line)
         print(f"First prompt ({first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:")
         print(builder.render(first))

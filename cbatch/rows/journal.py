@@ -109,6 +109,9 @@ class Journal:
                 + "\nUse the same settings to go on, another output, or --overwrite to start anew."
             )
 
+    def write_summary(self, figures: dict[str, Any]) -> None:
+        write_atomically(self.state / "summary.json", json.dumps(figures, indent=2) + "\n")
+
     def close(self) -> None:
         os.close(self._lock)
 

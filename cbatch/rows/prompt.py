@@ -27,10 +27,9 @@ class PromptBuilder:
         tokenizer: Any,
         max_model_len: int,
         vocab_size: int,
-        seed: int,
     ) -> None:
         self.config, self.sampling, self.tokenizer = config, sampling, tokenizer
-        self.max_model_len, self.vocab_size, self.seed = max_model_len, vocab_size, seed
+        self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.has_chat_template = bool(getattr(tokenizer, "chat_template", None))
         if config.chat and not self.has_chat_template:
             raise UsageError("--chat: this model has no chat template; use --raw")
@@ -150,7 +149,7 @@ class PromptBuilder:
         else:
             name = row.data.get("custom_id", row.data.get("id"))
             identity = json.dumps(name) if isinstance(name, (str, int)) else f"{PurePath(row.source).name}:{row.row}"
-            key = f"{self.seed}|{identity}"
+            key = f"{self.sampling.seed}|{identity}"
         return int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest(), "little")
 
 

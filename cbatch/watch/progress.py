@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from cbatch.watch import report
 from cbatch.watch.report import duration
 from cbatch.watch.stats import RunStats
 
@@ -58,6 +59,16 @@ class Progress:
             self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
         elif self.mode != "none":
             say(text)
+
+    def end(self, figures: dict[str, Any]) -> None:
+        """Say how the run ended (`report.summary`); in mode none only if something is wrong."""
+        text = report.text(figures)
+        if self.mode == "json":
+            say(json.dumps(figures))
+        elif self.mode != "none":
+            self.note(text)
+        elif figures["rows"]["failed"] or not figures["finished"]:
+            say("cbatch: " + text.splitlines()[0])
 
     def _lines(self) -> None:
         while not self._stop.wait(_LINE_SECONDS if self.stats.seconds < 60 else _LATER_SECONDS):

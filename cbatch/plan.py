@@ -1,0 +1,98 @@
+"""What a job is going to do: found out from its settings and the model's files, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from cbatch.config import RunConfig
+from cbatch.errors import RowError, UsageError
+from cbatch.rows.prompt import PromptBuilder, template_text
+from cbatch.rows.reader import Source
+from cbatch.rows.record import RecordShape
+from cbatch.rows.request import SamplingParams
+
+if TYPE_CHECKING:
+    from cbatch.model.loader import ModelFiles
+
+_FIRST_ROWS = 20  # looked at before anything is loaded
+
+
+def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:
+    """UsageError if none of a file's first rows holds a prompt, or if their columns collide with those added."""
+    for source in sources:
+        if source.name == "-" or (source.kind == "dataset" and source.size is None):
+            continue
+        rows = [row for row in islice(source.rows(), _FIRST_ROWS) if not row.problem]
+        names = {config.prompt.prompt_column, "messages", "token_ids", "body"}
+        if rows and not config.prompt.template and not any(names & row.data.keys() for row in rows):
+            columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
+            raise UsageError(
+                f"{source.name}: no column {config.prompt.prompt_column!r}, 'messages' or 'token_ids'. "
+                f"Columns: {columns}. Name one with --prompt-column, or make a prompt with --template."
+            )
+        for row in rows:
+            try:
+                shape.check(row)
+            except RowError as error:
+                raise UsageError(str(error)) from None
+
+
+def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:
+    """The settings of rows that have none of their own; `--generation-config model` lets the model decide first."""
+    if config.engine.generation_config != "model":
+        return config.sampling
+    generation = files.generation_config
+    given = {
+        "max_new_tokens": "max_tokens",
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty",
+    }
+    untouched = SamplingParams()
+    values = {
+        name: generation[key]
+        for key, name in given.items()
+        if generation.get(key) is not None and getattr(config.sampling, name) == getattr(untouched, name)
+    }
+    if not generation.get("do_sample") and "temperature" in values:
+        values["temperature"] = 0.0
+    elif generation.get("do_sample") and config.sampling.temperature == untouched.temperature:
+        values.setdefault("temperature", 1.0)
+    return config.sampling.override(values)
+
+
+def prompt_builder(config: RunConfig, files: ModelFiles, seed: int) -> PromptBuilder:
+    """How rows become requests; `seed` is used where the settings name none."""
+    sampling = sampling_defaults(config, files)
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=seed)
+    context, asked = files.context, config.prompt.max_model_len
+    if asked is not None and asked > context:
+        raise UsageError(f"--max-model-len {asked}: the model's context is {context} tokens")
+    vocab_size = files.config.get_text_config().vocab_size
+    return PromptBuilder(config.prompt, sampling, files.tokenizer, asked or context, vocab_size)
+
+
+def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sources: Sequence[Source]) -> dict[str, Any]:
+    """Everything that the completions of a job depend on, as its manifest keeps it."""
+    from cbatch.model.loader import resolve_device, resolve_dtype
+
+    engine, prompt = config.engine, config.prompt
+    dtype = resolve_dtype(engine.dtype, resolve_device(engine.device), files.config)
+    sampling = asdict(builder.sampling)
+    return {
+        **files.fingerprint(),
+        **{key: list(value) if isinstance(value, tuple) else value for key, value in sampling.items()},
+        **asdict(prompt),
+        "template": template_text(prompt.template) if prompt.template else None,
+        "chat": builder.chat,
+        "max_model_len": builder.max_model_len,
+        "inputs": [[source.name, source.size] for source in sources],
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": engine.load_format,
+    }
