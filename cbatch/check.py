@@ -29,7 +29,7 @@ def check(config: RunConfig) -> int:
     plan.check_first_rows(sources, config, shape)
     files = locate(config.engine.model)
     files.check()
-    builder = plan.prompt_builder(config, files, seed=0)
+    builder = plan.prompt_builder(config, files)
 
     lengths: Counter[int] = Counter()
     longest = failed = 0

@@ -125,7 +125,7 @@ def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empt
 def _config_option() -> Any:
     return typer.Option(
         "--config",
-        help="TOML file with the same settings, e.g. max-tokens = 64; flags go before it.",
+        help="TOML file with the same settings, e.g. max-tokens = 64. Flags win over it.",
         is_eager=True,
         callback=_read_config,
         rich_help_panel="Input",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -66,11 +67,11 @@ def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:
     return config.sampling.override(values)
 
 
-def prompt_builder(config: RunConfig, files: ModelFiles, seed: int) -> PromptBuilder:
-    """How rows become requests; `seed` is used where the settings name none."""
+def prompt_builder(config: RunConfig, files: ModelFiles) -> PromptBuilder:
+    """How rows become requests, under a seed drawn now if the settings name none."""
     sampling = sampling_defaults(config, files)
     if sampling.seed is None:
-        sampling = replace(sampling, seed=seed)
+        sampling = replace(sampling, seed=random.getrandbits(63))
     context, asked = files.context, config.prompt.max_model_len
     if asked is not None and asked > context:
         raise UsageError(f"--max-model-len {asked}: the model's context is {context} tokens")

@@ -9,7 +9,6 @@ main thread runs the engine, and a thread writes.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -71,31 +70,40 @@ class Job:
         self.stopping = False
 
     def run(self) -> int:
-        plan.check_first_rows(self.sources, self.config, self.target.shape)
         with _signals(self._on_signal):
             try:
-                if self.target.path is None:
-                    return self._generate(None, None)
-                from cbatch.rows.journal import Journal
-
-                journal = Journal(self.target.path, self.target.single_file)
-                try:
-                    return self._generate(journal, self.target.shards(journal, self.sources))
-                finally:
-                    journal.close()
+                return self._run()
             except Interrupted:
                 self.progress.note("Interrupted before the first row; nothing is lost.")
                 return INTERRUPTED
 
-    def _generate(self, journal: Journal | None, shards: Shards | None) -> int:
-        from cbatch.model.loader import locate
+    def _run(self) -> int:
+        from cbatch.model.loader import locate, resolve_device
 
-        config = self.config
-        self.progress.doing = f"looking for {config.engine.model}"
-        files = locate(config.engine.model)
+        plan.check_first_rows(self.sources, self.config, self.target.shape)
+        resolve_device(self.config.engine.device)
+        self.progress.doing = f"looking for {self.config.engine.model}"
+        files = locate(self.config.engine.model)
         files.check()
         self.progress.doing = "loading the tokenizer"
-        builder, done = self._begin(files, journal, shards)
+        builder = plan.prompt_builder(self.config, files)
+        if self.target.path is None:
+            return self._generate(files, builder, None, None)
+        from cbatch.rows.journal import Journal
+
+        schema = self.target.schema(self.sources)
+        journal = Journal(self.target.path, self.target.single_file)
+        try:
+            return self._generate(files, builder, journal, self.target.shards(journal, self.sources, schema))
+        finally:
+            journal.close()
+
+    def _generate(
+        self, files: ModelFiles, builder: PromptBuilder, journal: Journal | None, shards: Shards | None
+    ) -> int:
+        config, done = self.config, None
+        if journal and shards:
+            done = self._begin(files, builder, journal, shards)
         writer = Writer(ShardSink(shards) if shards else StreamSink(self.stdout, self.target.shape))
 
         def deliver(completion: Completion) -> None:
@@ -119,24 +127,21 @@ class Job:
             shards.finish()
         return self._report(journal, finished)
 
-    def _begin(
-        self, files: ModelFiles, journal: Journal | None, shards: Shards | None
-    ) -> tuple[PromptBuilder, Done | None]:
-        """Start a job or go on with one: how prompts are built, and what is done."""
-        if not journal or not shards:
-            return plan.prompt_builder(self.config, files, random.getrandbits(63)), None
+    def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
+        """Start a job, or go on with one under the seed it drew; what is done."""
         output = self.config.output
         if output.overwrite:
             shards.remove()
         earlier = journal.manifest
         if earlier is None and shards.exists():
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
-        builder = plan.prompt_builder(self.config, files, earlier["seed"] if earlier else random.getrandbits(63))
+        if earlier and self.config.sampling.seed is None:
+            builder.reseed(earlier["seed"])
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
         journal.begin(plan.settings(self.config, builder, files, self.sources) | layout)
         done = shards.resume(output.retry_failed)
         self.stats.rows_earlier = done.num_rows
-        return builder, done
+        return done
 
     def _requests(self, builder: PromptBuilder, done: Done | None) -> Callable[[Row], Request | None]:
         """Row -> request, or None if the row is done; RowError if it can't be one."""

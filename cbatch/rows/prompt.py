@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -45,6 +46,10 @@ class PromptBuilder:
             return self._request(row)
         except RowError as error:
             raise RowError(error.kind, f"{row.where}: {error}") from None
+
+    def reseed(self, seed: int) -> None:
+        """Go on with the seed of an earlier run."""
+        self.sampling = replace(self.sampling, seed=seed)
 
     def render(self, row: Row) -> str:
         """The prompt of a row as the model sees it, special tokens included."""

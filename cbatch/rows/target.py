@@ -12,6 +12,8 @@ from cbatch.rows.reader import Source
 from cbatch.rows.record import RecordShape
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from cbatch.rows.journal import Journal
     from cbatch.rows.shards import Shards
 
@@ -41,13 +43,16 @@ class Target:
     def shape(self) -> RecordShape:
         return RecordShape(self.output.prefix, openai=self.format == "jsonl")
 
-    def shards(self, journal: Journal, sources: Sequence[Source]) -> Shards:
+    def schema(self, sources: Sequence[Source]) -> pa.Schema | None:
+        """The columns of Parquet output, None for JSONL."""
+        if self.format == "jsonl":
+            return None
+        from cbatch.rows import parquet
+
+        return parquet.schema_of(sources, self.output.prefix)
+
+    def shards(self, journal: Journal, sources: Sequence[Source], schema: pa.Schema | None) -> Shards:
         from cbatch.rows.shards import Shards
 
-        schema = None
-        if self.format == "parquet":
-            from cbatch.rows import parquet
-
-            schema = parquet.schema_of(sources, self.output.prefix)
         names = [source.name for source in sources]
         return Shards(journal, self.shape, names, schema, self.single_file, self.output.ordered, self.output.shard_rows)
