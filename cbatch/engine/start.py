@@ -15,6 +15,7 @@ from cbatch.model.attention import layer_shapes
 from cbatch.model.kv_cache import KVCache, count_blocks
 from cbatch.model.loader import parallelism, resolve_device
 from cbatch.model.runner import Runner
+from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import ModelCost, RunStats
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS[model.device.type]
     budget = config.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[model.device.type]
     layers = layer_shapes(model)
+    if model.config.model_type not in PROVEN:
+        verify(model, layers)
     bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in layers)
     num_blocks = count_blocks(
         bytes_per_token * config.block_size,

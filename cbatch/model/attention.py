@@ -39,6 +39,8 @@ def attention(
             raise Fatal(f"this model uses {meaning}, which cbatch does not support")
     if attention_mask is not None or getattr(module, "is_causal", True) is False:
         raise Fatal("this model has attention that is not causal, which cbatch does not support")
+    if kv_cache is None:
+        raise Fatal(f"{type(module).__name__} does not take what cbatch passes to it, so it is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     flat = (x[0].transpose(0, 1) for x in (query, key, value))
     out = kv_cache.attend(module.layer_idx, *flat, batch, scale, sliding_window or 0, softcap or 0.0)
@@ -81,7 +83,13 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     """What each attention layer of `model` keeps of a token; Fatal if a layer does not go through `attention`."""
     probe, ids = Probe(), torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
-    model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1, batch=None, kv_cache=probe)
+    settings = {"use_cache": False, "logits_to_keep": 1, "batch": None, "kv_cache": probe}
+    try:
+        model(input_ids=ids, position_ids=positions, **settings)
+    except Fatal:
+        raise
+    except Exception as error:  # models fail in ways of their own
+        raise Fatal(f"{type(model).__name__}: cbatch does not support this model: {error}") from error
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(probe.layers) != list(range(expected)):
         raise Fatal(

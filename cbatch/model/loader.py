@@ -15,6 +15,7 @@ from cbatch.model import fetch
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_FINGERPRINTED = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 _NOT_DECODERS = {
     "bloom": "ALiBi",
     "mpt": "ALiBi",
@@ -112,9 +113,7 @@ class ModelFiles:
         Of a large file 256 pieces of 4 KiB are read, evenly spread; a file of the Hub's cache is known by its hash.
         """
         files = [self.path] if self.path.is_file() else sorted(p for p in self.path.iterdir() if p.is_file())
-        digests = {
-            p.name: _digest(p) for p in files if p.suffix in (".safetensors", ".gguf", ".json", ".jinja", ".model")
-        }
+        digests = {p.name: _digest(p) for p in files if p.suffix in _FINGERPRINTED}
         return {f"model {name}": digest for name, digest in digests.items()}
 
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
@@ -129,17 +128,24 @@ class ModelFiles:
         logging.disable_progress_bar()
 
         settings: dict[str, Any] = {"dtype": resolve_dtype(dtype, device, self.config), "attn_implementation": NAME}
-        if dummy:
-            torch.manual_seed(0)
-            with torch.device(device):
-                model = AutoModelForCausalLM.from_config(self.config, **settings)
-        else:
-            if self.path.suffix == ".gguf":
-                settings["quantization_config"] = GgufConfig(dequantize=True)
-            try:
+        try:
+            if dummy:
+                torch.manual_seed(0)
+                with torch.device(device):
+                    model = AutoModelForCausalLM.from_config(self.config, **settings)
+            else:
+                if self.path.suffix == ".gguf":
+                    settings["quantization_config"] = GgufConfig(dequantize=True)
                 model = AutoModelForCausalLM.from_pretrained(**self._where, **settings, use_safetensors=True)
-            except (OSError, ValueError) as error:
-                raise Fatal(f"{self.name}: can't load the weights: {error}") from None
+        except KeyError as error:
+            if error.args != (NAME,):
+                raise
+            kind = self.config.model_type
+            raise Fatal(
+                f"{self.name}: models of type {kind} have attention of their own, which is not supported"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise Fatal(f"{self.name}: can't load the weights: {error}") from None
         return model.to(device).eval()
 
 

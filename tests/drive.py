@@ -1,0 +1,85 @@
+"""An engine around a tiny model, driven without files, threads or a tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.model.attention import NAME, layer_shapes
+from cbatch.model.kv_cache import KVCache
+from cbatch.model.runner import Runner
+from cbatch.rows.request import Completion, Request, Row, SamplingParams
+from tests.tiny import make_model
+
+torch.set_num_threads(1)  # tiny models only lose by more
+
+
+class Given:
+    """Requests that are all there from the start."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._left = deque(requests)
+
+    @property
+    def ended(self) -> bool:
+        return not self._left
+
+    def take(self, wait: bool) -> Request | None:  # noqa: ARG002
+        return self._left.popleft() if self._left else None
+
+
+def make_request(number: int, token_ids: Sequence[int], stream: int = 0, **params: Any) -> Request:
+    return Request(Row("prompts", number, f"row {number}", {}, 1), list(token_ids), SamplingParams(**params), stream)
+
+
+def spell(token_ids: Sequence[int]) -> str:
+    """A decoder that shows each token as one character."""
+    return "".join(chr(0x100 + token) for token in token_ids)
+
+
+def make_engine(
+    model: Any,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    budget: int = 32,
+    max_num_seqs: int = 8,
+    max_model_len: int = 512,
+    kind: str = "continuous",
+    prefix_caching: bool = True,
+    fill: float | None = float("nan"),
+    eos: Iterable[int] = (),
+    decode: Any = spell,
+) -> Engine:
+    """An engine whose KV cache holds `fill` wherever nothing has been stored yet."""
+    layers = layer_shapes(model)
+    cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
+    for tensor in [*cache.k, *cache.v] if fill is not None else []:
+        tensor.fill_(fill)
+    pool = BlockPool(num_blocks, block_size, prefix_caching)
+    scheduler = make_scheduler(kind, pool, budget, max_num_seqs)
+    eos = frozenset(eos)
+    return Engine(Runner(model, cache, sorted(eos)), scheduler, decode, eos, max_model_len)
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
+    """All completions in the order of the requests; the engine is left clean."""
+    completions = list(engine.generate(Given(requests)))
+    engine.scheduler.check()
+    assert engine.scheduler.pool.num_used_blocks == 0
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    return sorted(completions, key=lambda completion: completion.row.row)
+
+
+def twins(config: Any, seed: int = 0) -> tuple[Any, Any]:
+    """The same random model twice: routed to cbatch, and with transformers' own eager attention."""
+    routed, own = make_model(copy.deepcopy(config), NAME, seed), make_model(copy.deepcopy(config), "eager", seed)
+    for a, b in zip(routed.state_dict().values(), own.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    return routed, own
