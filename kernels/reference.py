@@ -38,10 +38,10 @@ def paged_attention(
     whose keys and values are in the caches [num_blocks, block_size, H_kv, D] at `block_tables` [S, max_blocks].
     Query head h reads key/value head h // (H // H_kv). With `window` w > 0 a token sees itself and the w - 1 before
     it; with `softcap` c > 0 scores become c * tanh(score / c). Slots past the end of a sequence are not read.
-    Returns [T, H, D] float64.
+    The head size of values may differ from that of queries and keys. Returns [T, H, D of the values] float64.
     """
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
-    out = torch.full(query.shape, torch.nan, dtype=torch.float64, device=query.device)
+    out = torch.full((*query.shape[:2], v_cache.shape[3]), torch.nan, dtype=torch.float64, device=query.device)
     for s, seq_len in enumerate(seq_lens.tolist()):
         start, stop = cu_seqlens_q[s].item(), cu_seqlens_q[s + 1].item()
         for token in range(int(start), int(stop)):
