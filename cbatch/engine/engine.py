@@ -90,14 +90,12 @@ class Engine:
 
     def _collect(self, schedule: Schedule, tokens: list[int]) -> list[Completion]:
         """Append the sampled tokens, give back the blocks of what has ended, and return it."""
-        completions, sampled, now = [], iter(tokens), time.perf_counter()
         for chunk in schedule.chunks:
-            seq = chunk.seq
-            seq.num_computed_tokens += chunk.num_tokens
-            self.scheduler.pool.remember(seq)
-            if not chunk.reaches_end:
-                continue
-            if completion := self._append(seq, next(sampled)):
+            chunk.seq.num_computed_tokens += chunk.num_tokens
+            self.scheduler.pool.remember(chunk.seq)
+        completions, now = [], time.perf_counter()
+        for seq, token in zip(schedule.sampled, tokens, strict=True):
+            if completion := self._append(seq, token):
                 self.scheduler.finish(seq)
                 completions.append(completion)
             self.stats.sampled(seq, now)

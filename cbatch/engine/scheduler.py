@@ -27,6 +27,10 @@ class Schedule:
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
+    @property
+    def sampled(self) -> tuple[Sequence, ...]:
+        return tuple(chunk.seq for chunk in self.chunks if chunk.reaches_end)
+
 
 class Scheduler:
     """Each step spends a token budget on what sequences still owe the KV cache.

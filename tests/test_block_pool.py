@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.sequence import Sequence
+from tests.drive import make_request
+
+
+def sequence(token_ids: list[int], max_len: int = 1000) -> Sequence:
+    return Sequence(make_request(0, token_ids), max_len)
+
+
+def compute(pool: BlockPool, seq: Sequence, num_tokens: int | None = None) -> None:
+    """Pretend that the next `num_tokens` of `seq` went through the model."""
+    seq.num_computed_tokens += seq.num_pending_tokens if num_tokens is None else num_tokens
+    pool.remember(seq)
+
+
+def admitted(pool: BlockPool, token_ids: list[int]) -> Sequence:
+    seq = sequence(token_ids)
+    assert pool.admit(seq, reserve=0)
+    return seq
+
+
+def after_one_run(pool: BlockPool, token_ids: list[int]) -> None:
+    seq = admitted(pool, token_ids)
+    compute(pool, seq)
+    pool.release(seq)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_a_sequence_gets_as_many_blocks_as_its_tokens_need(num_tokens: int, num_blocks: int) -> None:
+    pool = BlockPool(8, 4)
+    seq = admitted(pool, list(range(num_tokens)))
+    assert len(set(seq.block_table)) == pool.num_used_blocks == num_blocks
+    pool.check([seq])
+
+
+def test_admission_is_all_or_nothing() -> None:
+    pool = BlockPool(4, 4)
+    first = admitted(pool, list(range(8)))
+    refused = sequence(list(range(100, 109)))
+    assert not pool.admit(refused, reserve=0)
+    assert refused.block_table == []
+    assert pool.num_free_blocks == 2
+    assert not pool.admit(sequence([50]), reserve=2)
+    small = sequence([50])
+    assert pool.admit(small, reserve=1)
+    pool.check([first, small])
+
+
+def test_growing_takes_a_block_only_at_its_edge_and_none_if_there_is_none() -> None:
+    pool = BlockPool(2, 4)
+    seq = admitted(pool, [1, 2, 3])
+    for token, blocks in ((4, 1), (5, 2), (6, 2), (7, 2), (8, 2)):
+        seq.token_ids.append(token)
+        assert pool.grow(seq)
+        assert len(seq.block_table) == blocks
+    seq.token_ids.append(9)
+    assert not pool.grow(seq)
+    assert len(seq.block_table) == 2
+
+
+@pytest.mark.parametrize(("num_tokens", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_a_repeated_prompt_finds_its_full_blocks_but_always_computes_a_token(num_tokens: int, cached: int) -> None:
+    pool, tokens = BlockPool(8, 4), list(range(num_tokens))
+    for time in range(3):
+        seq = admitted(pool, tokens)
+        assert seq.num_cached_tokens == seq.num_computed_tokens == (cached if time else 0)
+        compute(pool, seq)
+        pool.release(seq)
+        pool.check([])
+
+
+def test_running_sequences_share_the_blocks_of_a_common_prefix() -> None:
+    pool = BlockPool(8, 4)
+    first = admitted(pool, list(range(12)))
+    compute(pool, first)
+    second = admitted(pool, [*range(8), 90, 91])
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    pool.check([first, second])
+    pool.release(first)
+    pool.check([second])
+    compute(pool, second)
+    pool.release(second)
+    pool.check([])
+
+
+def test_blocks_that_are_not_computed_are_not_found() -> None:
+    pool = BlockPool(8, 4)
+    first = admitted(pool, list(range(12)))
+    compute(pool, first, 6)
+    second = admitted(pool, list(range(12)))
+    assert second.num_cached_tokens == 4
+
+
+def test_equal_blocks_behind_different_prefixes_are_different() -> None:
+    pool = BlockPool(8, 4)
+    after_one_run(pool, [1, 2, 3, 4, 5, 6, 7, 8, 0])
+    assert admitted(pool, [9, 2, 3, 4, 5, 6, 7, 8, 0]).num_cached_tokens == 0
+    assert admitted(pool, [5, 6, 7, 8, 0]).num_cached_tokens == 0
+
+
+def test_behind_a_lost_block_nothing_counts_as_found() -> None:
+    pool, tokens = BlockPool(4, 4), list(range(13))
+    after_one_run(pool, tokens)
+    other = admitted(pool, list(range(50, 58)))  # takes the blank block and the last of the idle ones
+    pool.release(other)
+    assert admitted(pool, tokens).num_cached_tokens == 8
+    pool = BlockPool(4, 4)
+    after_one_run(pool, tokens)
+    first_block = pool._find(tokens)[0]
+    pool._idle = {first_block: None, **{block: None for block in pool._idle if block != first_block}}
+    taken = admitted(pool, [50, 51, 52, 53, 54])  # a blank block, then the first of the idle ones
+    assert first_block in taken.block_table
+    assert pool._find(tokens) == []
+
+
+def test_idle_blocks_are_reused_end_first_and_least_recently_used_first() -> None:
+    pool = BlockPool(6, 4)
+    old, new = [*range(12), 0], [*range(20, 32), 0]
+    after_one_run(pool, old[:12])
+    after_one_run(pool, new[:12])
+    seq = admitted(pool, [90] * 8)
+    assert (len(pool._find(old)), len(pool._find(new))) == (1, 3)
+    pool.release(seq)
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    pool = BlockPool(8, 4, enable_prefix_caching=False)
+    after_one_run(pool, list(range(12)))
+    assert admitted(pool, list(range(12))).num_cached_tokens == 0
+    assert len(pool._blank) == 5
+
+
+def test_a_cached_prefix_held_by_others_still_leaves_room_for_the_reserve() -> None:
+    pool = BlockPool(4, 4)
+    after_one_run(pool, list(range(8)))
+    seq = sequence([*range(8), 50, 51])  # 2 idle blocks found, 1 new, 1 left
+    assert not pool.admit(seq, reserve=2)
+    pool.check([])
+    assert pool.admit(seq, reserve=1)
+    assert pool.num_free_blocks == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "seq.block_table.pop()",
+        "seq.block_table.append(seq.block_table[0])",
+        "pool._blank.append(seq.block_table[0])",
+        "pool._blank.append(pool._blank[0])",
+        "pool._blank.pop()",
+        "pool._key_of.clear()",
+    ],
+)
+def test_check_notices_damage(damage: str) -> None:
+    pool = BlockPool(4, 4)
+    seq = admitted(pool, list(range(6)))
+    compute(pool, seq)
+    pool.check([seq])
+    exec(damage, {"pool": pool, "seq": seq})
+    with pytest.raises(AssertionError):
+        pool.check([seq])
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    num_blocks=st.integers(1, 12),
+    block_size=st.integers(1, 5),
+    caching=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_what_the_cache_finds_is_what_was_written_there(
+    num_blocks: int, block_size: int, caching: bool, seed: int
+) -> None:
+    """A fake cache of (token, whole prefix) is filled as a model would; every found block must hold the right ones."""
+    rng, pool = random.Random(seed), BlockPool(num_blocks, block_size, caching)
+    content: dict[int, tuple[int, ...]] = {}  # slot -> the tokens up to and including its own
+    running: list[Sequence] = []
+
+    def slot(seq: Sequence, position: int) -> int:
+        return seq.block_table[position // block_size] * block_size + position % block_size
+
+    for _ in range(60):
+        action = rng.random()
+        if action < 0.35:
+            seq = sequence([rng.randrange(2) for _ in range(rng.randint(1, 3 * block_size + 1))])
+            if pool.admit(seq, reserve=0):
+                running.append(seq)
+                assert seq.num_computed_tokens < len(seq.token_ids)
+        elif running and action < 0.8:
+            seq = rng.choice(running)
+            if not pool.grow(seq):
+                continue
+            last = min(len(seq.token_ids), seq.num_computed_tokens + rng.randint(1, 4))
+            for position in range(seq.num_computed_tokens, last):
+                content[slot(seq, position)] = tuple(seq.token_ids[: position + 1])
+            seq.num_computed_tokens = last
+            pool.remember(seq)
+            if last == len(seq.token_ids):
+                seq.token_ids.append(rng.randrange(2))
+        elif running:
+            pool.release(running.pop(rng.randrange(len(running))))
+        for seq in running:
+            for position in range(seq.num_computed_tokens):
+                assert content[slot(seq, position)] == tuple(seq.token_ids[: position + 1])
+        pool.check(running)
