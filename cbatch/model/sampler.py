@@ -65,9 +65,10 @@ def filtered_probs(logits: torch.Tensor, params: SequenceOf[SamplingParams]) -> 
 def _top(probs: torch.Tensor, params: SequenceOf[SamplingParams]) -> torch.Tensor:
     """`probs` with everything outside top-k, then outside top-p of what is left, set to 0."""
     ranked, order = probs.sort(stable=True, dim=-1, descending=True)
-    top_k = torch.tensor([[p.top_k if p.top_k > 0 else probs.shape[-1]] for p in params], device=probs.device)
+    size = probs.shape[-1]
+    top_k = torch.tensor([[min(p.top_k, size) if p.top_k > 0 else size] for p in params], device=probs.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=probs.device)
-    rank = torch.arange(probs.shape[-1], device=probs.device)
+    rank = torch.arange(size, device=probs.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
     ranked = ranked / ranked.sum(-1, keepdim=True)
     before = ranked.cumsum(-1) - ranked
