@@ -16,6 +16,8 @@ from cbatch.model.runner import INVALID_LOGITS, Runner
 from cbatch.rows.request import Completion, Request
 from cbatch.watch.stats import RunStats
 
+_PAUSE = 0.001  # seconds before asking again whether there is something to compute
+
 
 class Requests(Protocol):
     """Where the engine takes its work from."""
@@ -55,7 +57,8 @@ class Engine:
         """Decide the batch, run it through the model once, and return the completions that it finished."""
         schedule = self.scheduler.schedule(more_to_come)
         self.stats.scheduled(schedule, self.scheduler)
-        if not schedule.chunks:
+        if not schedule.chunks:  # a locked batch that waits for more rows
+            time.sleep(_PAUSE)
             return []
         started_at = time.perf_counter()
         batch = pack(schedule.chunks, self.scheduler.pool.block_size, self.runner.device)
