@@ -46,8 +46,8 @@ class ModelFiles:
 
         try:
             return AutoConfig.from_pretrained(**self._where)
-        except (OSError, ValueError, KeyError) as error:
-            raise UsageError(f"{self.name}: can't read the model's configuration: {error}") from None
+        except Exception as error:  # a damaged file raises what it likes
+            raise UsageError(f"{self.name}: can't read the model's configuration: {_first_line(error)}") from None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -55,8 +55,8 @@ class ModelFiles:
 
         try:
             return AutoTokenizer.from_pretrained(**self._where)
-        except (OSError, ValueError, KeyError) as error:
-            raise UsageError(f"{self.name}: can't read the model's tokenizer: {error}") from None
+        except Exception as error:
+            raise UsageError(f"{self.name}: can't read the model's tokenizer: {_first_line(error)}") from None
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -65,7 +65,10 @@ class ModelFiles:
 
         if not (self.path / "generation_config.json").is_file():
             return {}
-        settings: dict[str, Any] = GenerationConfig.from_pretrained(str(self.path)).to_diff_dict()
+        try:
+            settings: dict[str, Any] = GenerationConfig.from_pretrained(str(self.path)).to_diff_dict()
+        except Exception as error:
+            raise UsageError(f"{self.name}: can't read generation_config.json: {_first_line(error)}") from None
         return settings
 
     @property
@@ -119,6 +122,7 @@ class ModelFiles:
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
         """The model in evaluation mode, its attention routed to cbatch."""
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, GgufConfig
         from transformers.utils import logging
 
@@ -136,7 +140,11 @@ class ModelFiles:
             else:
                 if self.path.suffix == ".gguf":
                     settings["quantization_config"] = GgufConfig(dequantize=True)
-                model = AutoModelForCausalLM.from_pretrained(**self._where, **settings, use_safetensors=True)
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    **self._where, **settings, use_safetensors=True, output_loading_info=True
+                )
+                if missing := sorted(info["missing_keys"]):  # transformers would leave them random
+                    raise ValueError(f"{len(missing)} are missing, {missing[0]} the first")
         except KeyError as error:
             if error.args != (NAME,):
                 raise
@@ -144,7 +152,7 @@ class ModelFiles:
             raise Fatal(
                 f"{self.name}: models of type {kind} have attention of their own, which is not supported"
             ) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise Fatal(f"{self.name}: can't load the weights: {error}") from None
         return model.to(device).eval()
 

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cbatch.model import kv_cache
+from cbatch.model.kv_cache import KVCache, LayerShape, available_memory, count_blocks
+
+CPU = torch.device("cpu")
+
+
+def group(folder: Path, limit: object, used: int, inactive: int = 0, version: int = 2) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for name, value in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
+
+
+def room(root: Path, *membership: str) -> list[int]:
+    file = root.parent / "membership"
+    file.write_text("".join(f"{line}\n" for line in membership))
+    return sorted(kv_cache._cgroup_room(root, str(file)))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup"
+
+
+def test_every_limit_up_to_the_root_counts(root: Path) -> None:
+    group(root / "a/b", 1000, 400)
+    group(root / "a", 5000, 4800)
+    assert room(root, "0::/a/b") == [200, 600]
+
+
+def test_no_limit_is_no_limit(root: Path) -> None:
+    group(root / "a", "max", 400)
+    assert room(root, "0::/a") == []
+    assert room(root, "0::/") == []
+    assert room(root, "0::/gone") == []
+
+
+def test_file_cache_that_can_be_dropped_is_room(root: Path) -> None:
+    group(root / "a", 1000, 900, inactive=300)
+    assert room(root, "0::/a") == [400]
+
+
+def test_use_above_the_limit_leaves_nothing(root: Path) -> None:
+    group(root / "a", 1000, 1200)
+    assert room(root, "0::/a") == [0]
+
+
+def test_first_version_of_cgroups(root: Path) -> None:
+    group(root / "memory/job/step", 2000, 500, version=1)
+    group(root / "memory", 2**63 - 4096, 10**6, version=1)
+    group(root / "cpu/job", 1, 1, version=1)
+    rooms = room(root, "5:cpu,cpuacct:/job", "4:memory:/job/step", "1:name=systemd:/job")
+    assert rooms == [1500, 2**63 - 4096 - 10**6]
+
+
+def test_a_container_that_sees_its_own_group_as_the_root(root: Path) -> None:
+    group(root, 3000, 1000)
+    group(root / "memory", 700, 100, version=1)
+    assert room(root, "0::/docker/0123") == [2000]
+    assert room(root, "4:memory:/docker/0123") == [600]
+
+
+def test_other_files_do_not_matter(root: Path) -> None:
+    assert room(root) == []
+    assert kv_cache._cgroup_room(root, str(root / "no such file")) == []
+    (root / "a").mkdir()
+    (root / "a/memory.max").write_text("1000\n")  # and no memory.current
+    assert room(root, "0::/a") == []
+
+
+def test_available_memory_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = available_memory()
+    assert 0 < free < 2**50
+    monkeypatch.setattr(kv_cache, "_cgroup_room", lambda: [10**18, 12345])
+    assert available_memory() == 12345
+
+
+def test_blocks_by_the_memory_asked_for() -> None:
+    assert count_blocks(1024, 1 / 1024, 10**9, CPU, 0.9) == 1024
+    assert count_blocks(1025, 1 / 1024, 10**9, CPU, 0.9) == 1023
+    assert count_blocks(1024, 1 / 1024, 100, CPU, 0.9) == 100
+    assert count_blocks(1024, 0.0, 100, CPU, 0.9) == 0
+
+
+def test_blocks_by_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
+    assert count_blocks(1000, None, 100, CPU, 0.9) == 5
+    assert count_blocks(6000, None, 100, CPU, 0.9) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_takes_as_many_bytes_as_its_layer_says(dtype: torch.dtype) -> None:
+    layers = [LayerShape(2, 16, 16, 0), LayerShape(1, 24, 8, 128)]
+    cache = KVCache(layers, num_blocks=3, block_size=5, dtype=dtype, device=CPU)
+    for layer, k, v in zip(layers, cache.k, cache.v, strict=True):
+        assert k.nbytes + v.nbytes == 15 * layer.bytes_per_token(dtype)
+        assert k.shape == (3, 5, layer.num_kv_heads, layer.key_size)
+        assert v.shape == (3, 5, layer.num_kv_heads, layer.value_size)
