@@ -186,7 +186,9 @@ def resolve_mode(mode: str) -> str:
 
 def say(text: str) -> None:
     """A line on stderr; a closed stderr never ends a run."""
+    if sys.stderr is None:  # print would take stdout instead
+        return
     try:
         print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):  # nobody is there to be told
+    except (OSError, ValueError):  # nobody is there to be told
         sys.stderr = None

@@ -73,7 +73,7 @@ def text(figures: dict[str, Any]) -> str:
 
 def duration(seconds: float) -> str:
     """3.2 s, 4 min 05 s, 3 h 07 min."""
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

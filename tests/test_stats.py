@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.sequence import Sequence
+from cbatch.errors import RowError
+from cbatch.rows.request import Completion, Row
+from cbatch.watch.stats import Histogram, ModelCost, RunStats
+from tests.drive import make_request
+
+
+def completion(number: int, **values: object) -> Completion:
+    return Completion(Row("prompts", number, "row", {}, 1), **values)  # type: ignore[arg-type]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_percentiles_agree_with_numpy_within_a_bucket(durations: list[float], share: float) -> None:
+    histogram = Histogram()
+    for seconds in durations:
+        histogram.add(seconds)
+    expected = np.quantile(durations, share, method="inverted_cdf")
+    assert histogram.percentile(share) == pytest.approx(expected, rel=0.026)
+
+
+def test_a_histogram_of_nothing_and_of_nothing_but_zero() -> None:
+    histogram = Histogram()
+    assert histogram.percentile(0.5) is None
+    histogram.add(0.0)
+    histogram.add(-1.0)
+    assert histogram.percentile(0.5) == pytest.approx(1e-6, rel=0.03)
+
+
+def test_a_histogram_does_not_grow_with_what_it_counts() -> None:
+    histogram = Histogram()
+    for seconds in np.random.default_rng(0).lognormal(-4, 1, 20_000):
+        histogram.add(float(seconds))
+    assert len(histogram._counts) < 300
+
+
+def test_a_step_costs_what_its_shapes_say() -> None:
+    scheduler = Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4)
+    stats = RunStats(cost=ModelCost(1000, 10, 100, 3, 7))
+    sequences = [Sequence(make_request(n, [n + 1] * size), 50) for n, size in enumerate((3, 12))]
+    for seq in sequences:
+        scheduler.add(seq)
+    stats.scheduled(first := scheduler.schedule(), scheduler)
+    assert [chunk.num_tokens for chunk in first.chunks] == [3, 7]
+    assert stats.bytes == 1000 + (3 + 7) * 7
+    assert stats.flops == 10 * 10 + 1 * 100 + (6 + 28) * 3
+    assert (stats.steps, stats.occupancy, stats.prefill_tokens, stats.decode_tokens) == (1, 2, 10, 0)
+    for chunk in first.chunks:
+        chunk.seq.num_computed_tokens += chunk.num_tokens
+    sequences[0].token_ids.append(9)
+    stats.scheduled(second := scheduler.schedule(), scheduler)
+    assert [chunk.num_tokens for chunk in second.chunks] == [1, 5]
+    assert stats.bytes == 2 * 1000 + (10 + 4 + 12) * 7
+    assert stats.flops == 16 * 10 + 3 * 100 + (34 + 4 + 5 * 7 + 15) * 3
+    assert (stats.steps, stats.occupancy, stats.prefill_tokens, stats.decode_tokens) == (2, 4, 15, 1)
+    assert (stats.running, stats.waiting, stats.max_num_seqs, stats.kv_used) == (2, 0, 4, 4 / 20)
+
+
+def test_the_first_token_and_the_following_ones_are_timed_apart() -> None:
+    stats, seq = RunStats(), Sequence(make_request(0, [1, 2]), 9, added_at=10.0, num_cached_tokens=1)
+    for now in (12.0, 12.5, 12.6):
+        stats.sampled(seq, now)
+    assert stats.ttft.percentile(1.0) == pytest.approx(2.0, rel=0.026)
+    assert stats.inter_token.percentile(1.0) == pytest.approx(0.5, rel=0.026)
+    assert stats.inter_token.percentile(0.5) == pytest.approx(0.1, rel=0.026)
+    assert stats.cached_tokens == 1
+
+
+def test_finished_rows_are_counted_by_how_they_ended() -> None:
+    stats = RunStats()
+    stats.finished(completion(0, text="a", token_ids=(1, 2), finish_reason="stop", num_prompt_tokens=5))
+    stats.finished(completion(1, text="b", token_ids=(1,), finish_reason="length", num_prompt_tokens=7))
+    stats.finished(completion(2, error=RowError("bad", "no"), num_prompt_tokens=9))
+    assert (stats.rows_ok, stats.rows_failed, stats.rows_length, stats.rows_done) == (2, 1, 1, 3)
+    assert (stats.prompt_tokens, stats.completion_tokens) == (12, 3)
+    assert dict(stats.errors) == {"bad": 1}
+
+
+def test_two_threads_count_every_row() -> None:
+    stats = RunStats()
+
+    def many() -> None:
+        for number in range(5000):
+            stats.finished(completion(number, text="", finish_reason="stop", num_prompt_tokens=1))
+
+    threads = [threading.Thread(target=many) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (stats.rows_ok, stats.prompt_tokens) == (10_000, 10_000)
