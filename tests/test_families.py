@@ -91,6 +91,16 @@ def test_greedy_tokens_equal_those_of_transformers_under_preemption(name: str) -
     check_against_transformers(config_of(name), random.Random(name))
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_a_saved_model_loads_with_all_of_its_weights(name: str, tmp_path: Path) -> None:
+    made = make_model(config_of(name))
+    made.save_pretrained(tmp_path)
+    loaded = ModelFiles("saved", tmp_path).load("float32", "cpu", dummy=False)
+    assert loaded.state_dict().keys() == made.state_dict().keys()
+    for weight, other in zip(loaded.state_dict().values(), made.state_dict().values(), strict=True):
+        assert torch.equal(weight, other)
+
+
 def test_every_architecture_that_skips_the_check_at_load_is_compared_here() -> None:
     assert {config_of(name).model_type for name in FAMILIES} == PROVEN
 

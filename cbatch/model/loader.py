@@ -141,10 +141,15 @@ class ModelFiles:
                 if self.path.suffix == ".gguf":
                     settings["quantization_config"] = GgufConfig(dequantize=True)
                 model, info = AutoModelForCausalLM.from_pretrained(
-                    **self._where, **settings, use_safetensors=True, output_loading_info=True
+                    **self._where,
+                    **settings,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
                 )
-                if missing := sorted(info["missing_keys"]):  # transformers would leave them random
-                    raise ValueError(f"{len(missing)} are missing, {missing[0]} the first")
+                unset = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+                if unset:  # transformers leaves them random
+                    raise ValueError(f"{len(unset)} are missing or of another shape, {min(unset)} among them")
         except KeyError as error:
             if error.args != (NAME,):
                 raise
