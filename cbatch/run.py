@@ -216,7 +216,8 @@ class Job:
         if self.engine and finished:
             from cbatch.model.ceilings import ceilings
 
-            limits = asdict(ceilings(self.engine.runner.device, self.engine.runner.model.dtype))
+            measured = ceilings(self.engine.runner.device, self.engine.runner.model.dtype)
+            limits = asdict(measured) if measured else {}
         figures = report.summary(stats, finished, **limits)
         if journal:
             journal.write_summary(figures)

@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
     "qwen2 sliding": (hf.Qwen2Config, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": (hf.Qwen3Config, {}),
     "mistral": (hf.MistralConfig, {"sliding_window": 7}),
-    "gemma2": (hf.Gemma2Config, {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0, **FULL_AND_SLIDING}),
+    "gemma2": (hf.Gemma2Config, {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, **FULL_AND_SLIDING}),
     "gemma3_text": (hf.Gemma3TextConfig, {"query_pre_attn_scalar": 8, **FULL_AND_SLIDING}),
     "phi3": (hf.Phi3Config, {"sliding_window": 7}),
     "smollm3": (hf.SmolLM3Config, {"no_rope_layers": [1, 0]}),

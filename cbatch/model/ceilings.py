@@ -6,8 +6,10 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,19 +25,21 @@ class Ceilings:
     flops: float  # matrix multiplication, in operations a second
 
 
-def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The ceilings of this device at `dtype`; measuring takes about a second."""
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
+    """The ceilings of this device at `dtype`; measuring takes about a second. None if there is no memory for that."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     key = f"{name}|{device.type}|{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
-    path = cache_folder() / "ceilings.json"
-    known = _read(path)
-    if key not in known:
-        known[key] = asdict(_measure(device, dtype))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(f".{time.time_ns()}.tmp")
-        scratch.write_text(json.dumps(known, indent=1))
-        scratch.replace(path)
-    return Ceilings(**known[key])
+    known = _read()
+    try:
+        return Ceilings(**known[key])
+    except (KeyError, TypeError):  # not measured yet, or not by this version
+        pass
+    try:
+        measured = _measure(device, dtype)
+    except (RuntimeError, MemoryError):
+        return None
+    _write({**known, key: asdict(measured)})
+    return measured
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -58,12 +62,25 @@ def _fastest(work: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-def _read(path: Path) -> dict[str, dict[str, float]]:
+def _file() -> Path:
+    return cache_folder() / "ceilings.json"
+
+
+def _read() -> dict[str, Any]:
     try:
-        known: dict[str, dict[str, float]] = json.loads(path.read_text())
-    except (OSError, ValueError):  # none yet, or not readable: measure again
+        known = json.loads(_file().read_text())
+    except (OSError, ValueError, RuntimeError):  # none yet, or damaged, or no home folder
         return {}
-    return known
+    return known if isinstance(known, dict) else {}
+
+
+def _write(known: dict[str, Any]) -> None:
+    with suppress(OSError, RuntimeError):  # a cache that can't be written costs a second next time, not this job
+        path = _file()
+        scratch = path.with_suffix(f".{time.time_ns()}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(known, indent=1))
+        scratch.replace(path)
 
 
 def _cpu_name() -> str:

@@ -22,8 +22,9 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 def cache_folder() -> Path:
     """Where cbatch keeps what it fetched or measured: $CBATCH_CACHE, else the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("CBATCH_CACHE") or Path(base) / "cbatch")
+    if given := os.environ.get("CBATCH_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch"
 
 
 def built_in(name: str) -> Path:

@@ -34,7 +34,8 @@ PROVEN = frozenset(
 
 _BLOCK_SIZE, _LAST = 8, 8  # tokens in a block; tokens in the second of the two chunks
 _LONGEST_WINDOW = 64 - _LAST  # a longer sliding window is not reached: the prompt would get expensive
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}  # of the spread of a token's logits
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.06, torch.bfloat16: 0.3}  # of the spread of a token's
+# logits; SmolLM2 at bfloat16 is off by 0.07, a wrong scale or window by 0.5 and more
 
 
 @torch.inference_mode()
