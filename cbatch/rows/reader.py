@@ -28,6 +28,7 @@ from cbatch.rows.request import Row
 UNKNOWN_DIGEST = 1  # of a row whose content was not recorded
 
 _MAX_LINE = 256 * 1024**2  # bytes
+_MAX_NESTING = 200  # levels; far from where Python's recursion limit would end the job, in whichever thread
 _PARQUET_BATCH = 256  # rows
 _LINE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 _COMPRESSED = ("", ".gz", ".zst")
@@ -50,7 +51,7 @@ class Source:
             for row in _READERS[self.kind](self):
                 yield row
                 number = row.row + 1
-        except (OSError, EOFError, zlib.error, _arrow_error()) as error:
+        except Exception as error:  # files, Arrow and the Hub's streams raise what they like
             problem = RowError("read_error", f"{self.name}: can't be read on from here: {_one_line(error)}")
             yield Row(self.name, number, self.name, {}, UNKNOWN_DIGEST, problem)
 
@@ -74,11 +75,14 @@ class Source:
 def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
 
-    `exclude` is the job's own output, which a folder or a pattern never includes.
+    A folder or a pattern leaves out the files of `exclude`, the job's own output; a file that is named itself must not be one.
     """
     sources: list[Source] = []
     for name in inputs:
-        sources += _resolve_one(name, exclude)
+        try:
+            sources += _resolve_one(name, exclude)
+        except OSError as error:
+            raise UsageError(f"{name:.200}: can't be opened: {error.strerror or _one_line(error)}") from None
     seen: set[str] = set()
     for source in sources:
         key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
@@ -96,6 +100,8 @@ def read(sources: Sequence[Source], skip: int = 0, limit: int | None = None) -> 
 
 def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
     if name == "-":
+        if sys.stdin is None:
+            raise UsageError("-: standard input is closed")
         return [Source("-", "jsonl")]
     if name.startswith("hf://"):
         return [_hub_dataset(name)]
@@ -103,6 +109,8 @@ def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         return [_disk_dataset(name, path, query)]
     if Path(name).is_file():
+        if exclude and _is_shard(Path(name), exclude):
+            raise UsageError(f"{name}: is an input and would be overwritten as the output; choose another output")
         return [_file(Path(name))]
     if Path(name).is_dir():
         found = [
@@ -122,6 +130,11 @@ def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
 
 def _inside(path: Path, folder: Path | None) -> bool:
     return folder is not None and path.resolve().is_relative_to(folder.resolve())
+
+
+def _is_shard(path: Path, output: Path) -> bool:
+    path, output = path.resolve(), output.resolve()
+    return path == output or (path.parent == output and path.name.startswith("part-"))
 
 
 def _file(path: Path) -> Source:
@@ -168,7 +181,10 @@ def _disk_dataset(name: str, path: str, query: str) -> Source:
     import datasets
 
     split = parse_qs(query).get("split", [None])[-1]
-    dataset = datasets.load_from_disk(path)
+    try:
+        dataset = datasets.load_from_disk(path)
+    except Exception as error:
+        raise UsageError(f"{name}: can't be opened as a dataset: {_one_line(error)}") from None
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise UsageError(f"{name}: say which split, as {path}?split=NAME; it has {', '.join(dataset)}")
@@ -234,19 +250,40 @@ def _parquet_rows(source: Source) -> Iterator[Row]:
 
     file = pq.ParquetFile(source.name, buffer_size=1 << 20, pre_buffer=False)
     batches = file.iter_batches(batch_size=_PARQUET_BATCH)
-    return _plain_rows(source, (values for batch in batches for values in batch.to_pylist()))
+    return _plain_rows(source, (values for batch in batches for values in _values(batch)))
+
+
+def _values(batch: Any) -> Iterator[dict[str, Any] | RowError]:
+    """The rows of a batch; a RowError for one that Python can't hold, such as a text that is not UTF-8."""
+    try:
+        rows = batch.to_pylist()
+    except Exception:  # what is raised depends on the column's type
+        rows = [_values_of_row(batch, index) for index in range(batch.num_rows)]
+    yield from rows
+
+
+def _values_of_row(batch: Any, index: int) -> dict[str, Any] | RowError:
+    values = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            values[name] = column[index].as_py()
+        except Exception as error:
+            return RowError("invalid_value", f"column {name!r} can't be read: {_one_line(error)}")
+    return values
 
 
 def _dataset_rows(source: Source) -> Iterator[Row]:
     return _plain_rows(source, iter(source.dataset))
 
 
-def _plain_rows(source: Source, rows: Iterator[dict[str, Any]]) -> Iterator[Row]:
+def _plain_rows(source: Source, rows: Iterator[dict[str, Any] | RowError]) -> Iterator[Row]:
     for index, values in enumerate(rows):
-        data = plain(values)
-        yield Row(
-            source.name, index, f"{source.name} row {index}", data, _digest(repr(data).encode("utf-8", "replace"))
-        )
+        where, data, problem = f"{source.name} row {index}", {}, None
+        if isinstance(values, RowError):
+            problem = RowError(values.kind, f"{where}: {values}")
+        else:
+            data = plain(values)
+        yield Row(source.name, index, where, data, _digest(repr(data).encode("utf-8", "replace")), problem)
 
 
 _READERS = {"jsonl": _jsonl_rows, "text": _text_rows, "parquet": _parquet_rows, "dataset": _dataset_rows}
@@ -260,13 +297,24 @@ def parse_object(line: bytes) -> dict[str, Any]:
     text = _decoded(line)
     try:
         data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        if text.count("[") + text.count("{") > _MAX_NESTING and _is_deep(data):
+            raise RecursionError
     except RecursionError:
-        raise RowError("invalid_json", "nested too deeply") from None
+        raise RowError("invalid_json", f"nested more than {_MAX_NESTING} levels deep") from None
     except ValueError as error:
         raise RowError("invalid_json", f"not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise RowError("not_an_object", f"a row must be a JSON object, not {_json_type(data)}")
     return _without_surrogates(data) if _SURROGATE_ESCAPE.search(text) else data
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether it is nested too deeply for what comes after the reader; looked through level by level."""
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        lists = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [item for items in lists for item in items]
+    return bool(level)
 
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
