@@ -68,13 +68,13 @@ def _checked(name: str, value: Any, hint: Any, low: float | None, high: float | 
             return None
         hint = get_args(hint)[0]
     if hint is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**64 else math.inf
     if type(value) is not hint:
-        raise ValueError(f"{name} must be {_TYPE_NAMES[hint]}, not {value!r}")
+        raise ValueError(f"{name} must be {_TYPE_NAMES[hint]}, not {value!r:.80}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be finite, not {value}")
     if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{name} must be {_bounds(low, high)}, not {value}")
+        raise ValueError(f"{name} must be {_bounds(low, high)}, not {value!r:.80}")
     return value
 
 
