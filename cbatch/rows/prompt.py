@@ -56,12 +56,13 @@ class PromptBuilder:
         return str(self.tokenizer.decode(self._request(row).token_ids))
 
     def _request(self, row: Row) -> Request:
-        prompt, overrides, openai = self._prompt(row.data), row.data.get("params"), row.is_openai
-        if openai:
+        if row.is_openai:
             prompt, overrides = _openai_body(row.data)
+        else:
+            prompt, overrides = self._prompt(row.data), row.data.get("params")
         params = self._params(overrides)
         chat = isinstance(prompt, list) and not _is_ids(prompt)
-        if isinstance(prompt, str) and self.chat and not openai:
+        if isinstance(prompt, str) and self.chat and not row.is_openai:
             prompt, chat = [{"role": "user", "content": prompt}], True
         token_ids = self._token_ids(prompt)
         if not token_ids:
@@ -80,10 +81,13 @@ class PromptBuilder:
                 raise RowError("template_error", f"--template: {error}") from None
         column = self.config.prompt_column
         for name in (column, "messages", "token_ids"):
-            if data.get(name) is not None:
-                return data[name]
+            if data.get(name) is None:
+                continue
+            if name != column and not isinstance(data[name], list):
+                raise RowError("invalid_prompt", f"column {name!r} must hold a list, not {data[name]!r:.80}")
+            return data[name]
         if "body" in data:
-            return None
+            raise RowError("invalid_request", "a request with a 'body' needs a 'custom_id'")
         if column in data:
             raise RowError("invalid_prompt", f"column {column!r} is null")
         raise RowError("missing_prompt", f"no column {column!r}, 'messages' or 'token_ids'; there are: {_names(data)}")
@@ -186,7 +190,7 @@ def _message(message: Any) -> dict[str, Any]:
     """One message with its nulls left out and the text parts of its content joined by newlines."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RowError("invalid_messages", f"a message must be an object with a role, not {message!r:.80}")
-    clean = {key: value for key, value in message.items() if value is not None}
+    clean: dict[str, Any] = _without_nulls(message)
     content = clean.get("content")
     if isinstance(content, list):
         clean["content"] = "\n".join(_text_part(part) for part in content)
@@ -199,6 +203,13 @@ def _message(message: Any) -> dict[str, Any]:
     return clean
 
 
+def _without_nulls(value: Any) -> Any:
+    """Objects without the keys that are null: in Parquet all messages have the keys of all others, as nulls."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _text_part(part: Any) -> str:
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
@@ -206,16 +217,18 @@ def _text_part(part: Any) -> str:
     raise RowError("invalid_messages", f"a content part of type {kind!r} is not text")
 
 
-def _openai_body(data: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _openai_body(data: dict[str, Any]) -> tuple[Any, Any]:
     """The prompt and the sampling parameters of an OpenAI batch request."""
     body, url = data["body"], data.get("url", "/v1/chat/completions")
-    if not isinstance(body, dict) or url not in _OPENAI_URLS or data.get("method", "POST") != "POST":
+    if not isinstance(body, dict) or str(url) not in _OPENAI_URLS or data.get("method", "POST") != "POST":
         raise RowError(
-            "invalid_request", f"cbatch answers POST to {' and '.join(_OPENAI_URLS)} with a body, not {url!r}"
+            "invalid_request", f"cbatch answers POST to {' and '.join(_OPENAI_URLS)} with a body, not {url!r:.80}"
         )
     prompt = body.get(_OPENAI_URLS[url])
     if prompt is None:
         raise RowError("missing_prompt", f"the body has no {_OPENAI_URLS[url]!r}")
+    if _OPENAI_URLS[url] == "messages" and not isinstance(prompt, list):
+        raise RowError("invalid_messages", f"messages must be a list, not {prompt!r:.80}")
     params: dict[str, Any] = {}
     for name, value in body.items():
         if name in _OPENAI_IGNORED or value is None:
