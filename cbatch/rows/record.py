@@ -57,8 +57,8 @@ class RecordShape:
         source, row = record[self.prefix + "source"], record[self.prefix + "row"]
         if not isinstance(source, str) or not isinstance(row, int):
             raise TypeError("source or row of the wrong type")
-        error = record["error"] if "response" in record and "custom_id" in record else record[self.prefix + "error"]
-        return source, row, error is not None
+        name = self.prefix + "error"
+        return source, row, record[name if name in record else "error"] is not None
 
 
 def dumps(value: Any) -> str:
