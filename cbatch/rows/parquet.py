@@ -1,7 +1,7 @@
 """JSONL records -> Parquet, under a schema that is fixed before the first row is generated.
 
 A column of the input keeps its type where JSON can hold it: booleans, integers, floats, text, and lists and structs of
-these. Dates, decimals, bytes and the like become text. In JSONL input a column whose values are of one of the first
+these. Dates, decimals, bytes and the like become text; a column with maps in it holds JSON text. In JSONL input a column whose values are of one of the first
 four kinds has that type (null allowed); a column that is nested or mixed holds JSON text.
 """
 
@@ -76,12 +76,12 @@ def _fields(source: Source) -> list[pa.Field]:
     if source.kind == "text":
         return [pa.field("prompt", pa.string())]
     if source.kind == "parquet":
-        return [pa.field(one.name, _native(one.type)) for one in pq.ParquetFile(source.name).schema_arrow]
+        return [_field(one.name, _native(one.type)) for one in pq.ParquetFile(source.name).schema_arrow]
     if source.kind == "dataset":
         features = source.dataset.features
         if features is None:
             raise UsageError(f"{source.name}: its columns are not known beforehand; write JSONL instead of Parquet")
-        return [pa.field(one.name, _native(one.type)) for one in features.arrow_schema]
+        return [_field(one.name, _native(one.type)) for one in features.arrow_schema]
     if source.name == "-":
         raise UsageError("standard input can't be looked through beforehand, which Parquet needs; write JSONL instead")
     return _fields_of_json(row.data for row in source.rows())
@@ -95,9 +95,12 @@ def _fields_of_json(rows: Iterable[dict[str, Any]]) -> list[pa.Field]:
     fields = []
     for name, seen in kinds.items():
         found = seen - {pa.null()}
-        one = found.pop() if len(found) == 1 else (None if found else pa.null())
-        fields.append(pa.field(name, pa.string(), metadata=_JSON) if one is None else pa.field(name, one))
+        fields.append(_field(name, found.pop() if len(found) == 1 else (None if found else pa.null())))
     return fields
+
+
+def _field(name: str, kind: pa.DataType | None) -> pa.Field:
+    return pa.field(name, pa.string(), metadata=_JSON) if kind is None else pa.field(name, kind)
 
 
 def _kind(value: Any) -> pa.DataType | None:
@@ -110,17 +113,23 @@ def _kind(value: Any) -> pa.DataType | None:
 def _widened(a: pa.Field, b: pa.Field) -> pa.Field:
     if a.equals(b, check_metadata=True) or b.type == pa.null():
         return a
-    return b if a.type == pa.null() else pa.field(a.name, pa.string(), metadata=_JSON)
+    return b if a.type == pa.null() else _field(a.name, None)
 
 
-def _native(kind: pa.DataType) -> pa.DataType:
-    """`kind` itself if `reader.plain` keeps it, else text."""
+def _native(kind: pa.DataType) -> pa.DataType | None:
+    """`kind` itself if `reader.plain` keeps it, text if it makes text of it, None if only JSON text can hold it."""
     types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return _native(kind.storage_type)
     if types.is_dictionary(kind):
         return _native(kind.value_type)
     if types.is_struct(kind):
-        return pa.struct([pa.field(one.name, _native(one.type)) for one in kind])
+        fields = [(one.name, _native(one.type)) for one in kind]
+        return None if any(one is None for _, one in fields) else pa.struct(fields)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_list_view(kind):
-        return pa.list_(_native(kind.value_type))
+        values = _native(kind.value_type)
+        return None if values is None else pa.list_(values)
+    if types.is_nested(kind):
+        return None
     keep = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
     return kind if keep else pa.string()
