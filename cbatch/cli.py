@@ -80,7 +80,8 @@ def _config(values: dict[str, Any]) -> RunConfig:
         try:
             parts[part] = kind(**given)
         except ValueError as error:
-            raise UsageError(f"--{str(error).replace('_', '-', 1)}") from None
+            name, _, problem = str(error).partition(" ")
+            raise UsageError(f"--{name.replace('_', '-')} {problem}") from None
     return RunConfig(**parts)
 
 
@@ -145,7 +146,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from None
     settings = {key.replace("-", "_"): value for key, value in settings.items()}
-    known = {one.name for one in context.command.params}
+    known = {one.name for one in context.command.params} - {"config"}
     if unknown := settings.keys() - known:
         raise UsageError(f"--config {path}: unknown setting {min(unknown)!r}")
     context.default_map = settings

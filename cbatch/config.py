@@ -6,6 +6,7 @@ Each field carries its own help text, so that a setting is written down once: th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,8 @@ class Checked:
             choices, at_least = spec.metadata.get("choices"), spec.metadata.get("at_least")
             if choices and value not in (*choices, spec.default):
                 raise UsageError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
-            if at_least is not None and value is not None and not value >= at_least:
-                raise UsageError(f"{flag} must be at least {at_least}, not {value}")
+            if at_least is not None and value is not None and not at_least <= value < math.inf:
+                raise UsageError(f"{flag} must be at least {at_least} and finite, not {value}")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class PromptConfig(Checked):
         super().__post_init__()
         if self.system is not None and self.chat is False:
             raise UsageError("--system needs a conversation; it can't be combined with --raw")
+        for flag, text in (("--system", self.system), ("--template", self.template)):
+            if any("\ud800" <= character <= "\udfff" for character in text or ""):
+                raise UsageError(f"{flag} is not valid UTF-8")
 
 
 @dataclass(frozen=True)
