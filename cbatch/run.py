@@ -250,7 +250,7 @@ def _stdout_for_records() -> Iterator[Any]:
     finally:
         try:
             records.flush()
-        except BrokenPipeError:
+        except OSError:  # nobody reads it any more, or it is full; the writer has said so
             os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
         os.dup2(records.fileno(), 1)
         records.close()

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import BinaryIO, Protocol
 
+from cbatch.errors import Fatal
 from cbatch.rows.record import RecordShape, dumps
 from cbatch.rows.request import Completion
 from cbatch.rows.shards import Shards
@@ -38,6 +39,8 @@ class StreamSink:
             self._stream.flush()
         except BrokenPipeError:
             raise ReaderGone from None
+        except OSError as error:
+            raise Fatal(f"standard output: can't write: {error.strerror}") from None
 
     def sync(self) -> None:
         """Nothing: a stream can't be made durable."""
