@@ -165,9 +165,8 @@ TOOLS_TEMPLATE = (
 
 def test_a_tool_call_may_have_no_content() -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
-    text = text_of(
-        builder(TOOLS_TEMPLATE), row(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
-    )
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = builder(TOOLS_TEMPLATE).render(row(messages=[message]))
     assert text == f"role,tool_calls|assistant|{json.dumps(call)};"
 
 

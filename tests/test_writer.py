@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from cbatch.errors import Fatal, RowError
+from cbatch.rows.journal import Journal
+from cbatch.rows.record import RecordShape
+from cbatch.rows.request import Completion, Row
+from cbatch.rows.shards import Shards
+from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
+
+
+def completion(number: int, error: RowError | None = None) -> Completion:
+    row = Row("in.jsonl", number, f"in.jsonl:{number + 1}", {"id": number, "prompt": "a\u2028\nb"}, 5)
+    return Completion(row, error=error) if error else Completion(row, text=f"out {number}", finish_reason="stop")
+
+
+class Pipe(io.BytesIO):
+    """A stream that counts flushes and fails at one of them."""
+
+    def __init__(self, error: OSError | None = None) -> None:
+        super().__init__()
+        self.error, self.flushed = error, b""
+
+    def flush(self) -> None:
+        if self.error:
+            raise self.error
+        self.flushed = self.getvalue()
+
+
+class Recorder:
+    """A sink that remembers what it was asked to do, and waits or fails if told to."""
+
+    def __init__(self, fail_at: int | None = None, gate: threading.Event | None = None) -> None:
+        self.rows: list[int] = []
+        self.synced: list[int] = []
+        self.fail_at, self.gate = fail_at, gate
+
+    def write(self, completions: list[Completion]) -> None:
+        if self.gate:
+            assert self.gate.wait(10)
+        self.rows += [one.row.row for one in completions]
+        if self.fail_at is not None and len(self.rows) > self.fail_at:
+            raise Fatal("can't write")
+
+    def sync(self) -> None:
+        self.synced.append(len(self.rows))
+
+
+def test_everything_is_written_in_order_and_synced_before_close_returns() -> None:
+    sink = Recorder()
+    writer = Writer(sink)
+    for number in range(10_000):
+        writer.put(completion(number))
+    writer.close()
+    assert sink.rows == list(range(10_000))
+    assert sink.synced[-1] == 10_000
+
+
+def test_nothing_to_write_means_nothing_to_sync() -> None:
+    sink = Recorder()
+    Writer(sink).close()
+    assert (sink.rows, sink.synced) == ([], [])
+
+
+def test_a_slow_sink_holds_up_whoever_puts_instead_of_losing_rows() -> None:
+    gate = threading.Event()
+    sink = Recorder(gate=gate)
+    writer = Writer(sink)
+    thread = threading.Thread(target=lambda: [writer.put(completion(number)) for number in range(9000)])
+    thread.start()
+    thread.join(timeout=0.3)
+    assert thread.is_alive()
+    gate.set()
+    thread.join(timeout=10)
+    writer.close()
+    assert sink.rows == list(range(9000))
+
+
+def test_an_error_of_the_sink_reaches_whoever_puts() -> None:
+    writer = Writer(Recorder(fail_at=3))
+    with pytest.raises(Fatal, match="can't write"):
+        list(map(writer.put, map(completion, range(1_000_000))))
+    with pytest.raises(Fatal, match="can't write"):
+        writer.close()
+
+
+def test_an_error_in_the_last_write_is_raised_by_close() -> None:
+    gate = threading.Event()
+    writer = Writer(Recorder(fail_at=0, gate=gate))
+    writer.put(completion(0))
+    threading.Timer(0.1, gate.set).start()
+    with pytest.raises(Fatal, match="can't write"):
+        writer.close()
+
+
+def test_a_stream_gets_one_line_for_each_row_at_once() -> None:
+    pipe = Pipe()
+    sink = StreamSink(pipe, RecordShape())
+    sink.write([completion(0), completion(1, RowError("invalid_prompt", "no"))])
+    lines = pipe.flushed.decode().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [0, 1]
+    assert [json.loads(line)["completion"] for line in lines] == ["out 0", None]
+    assert json.loads(lines[0])["prompt"] == "a\u2028\nb"
+    sink.write([completion(2)])
+    assert len(pipe.flushed.splitlines()) == 3
+
+
+@pytest.mark.parametrize(("code", "expected"), [(errno.EPIPE, ReaderGone), (errno.ENOSPC, Fatal), (errno.EIO, Fatal)])
+def test_a_stream_that_takes_no_more_is_no_traceback(code: int, expected: type[Exception]) -> None:
+    with pytest.raises(expected):
+        StreamSink(Pipe(OSError(code, os.strerror(code))), RecordShape()).write([completion(0)])
+
+
+def test_shards_get_the_records_with_their_digests(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "out", single_file=False)
+    shards = Shards(journal, RecordShape(), ["in.jsonl"], None, False, False, 100)
+    shards.resume(retry_failed=False)
+    writer = Writer(ShardSink(shards))
+    for one in (completion(1), completion(0, RowError("invalid_prompt", "no")), completion(2)):
+        writer.put(one)
+    writer.close()
+    shards.close()
+    (growing,) = (tmp_path / "out" / ".cbatch").glob("part-*.jsonl")
+    records = [json.loads(line) for line in growing.read_text().split("\n")[:-1]]
+    assert [(one["row"], one["finish_reason"]) for one in records] == [(1, "stop"), (0, "error"), (2, "stop")]
+    done = Shards(journal, RecordShape(), ["in.jsonl"], None, False, False, 100).resume(retry_failed=False)
+    assert (done.num_rows, done.num_failed) == (3, 1)
+    assert [done.digest(0, number) for number in range(4)] == [5, 5, 5, 0]
+    journal.close()
