@@ -46,13 +46,18 @@ def main() -> None:
         sys.exit(fatal(error))
 
 
-@app.callback()
-def _common(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"cbatch {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None: ...
 
 
 def _run(**values: Any) -> None:

@@ -140,7 +140,7 @@ class Job:
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
         journal.begin(plan.settings(self.config, builder, files, self.sources) | layout)
         done = shards.resume(output.retry_failed)
-        self.stats.rows_earlier = done.num_rows
+        self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
 
     def _requests(self, builder: PromptBuilder, done: Done | None) -> Callable[[Row], Request | None]:
@@ -226,7 +226,7 @@ class Job:
             if journal:
                 self.progress.note("Everything finished is on disk; run the same command again to go on.")
             return INTERRUPTED
-        return SOME_FAILED if stats.rows_failed else OK
+        return SOME_FAILED if stats.rows_failed or stats.rows_earlier_failed else OK
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.stopping:

@@ -24,7 +24,7 @@ def builder(
 ) -> PromptBuilder:
     tokenizer = tokenizer or make_tokenizer(chat_template)
     context = settings.pop("context", CONTEXT)
-    return PromptBuilder(PromptConfig(**settings), sampling or SamplingParams(), tokenizer, context, VOCAB_SIZE, 7)
+    return PromptBuilder(PromptConfig(**settings), sampling or SamplingParams(seed=7), tokenizer, context, VOCAB_SIZE)
 
 
 def row(number: int = 0, source: str = "in.jsonl", **data: Any) -> Row:

@@ -75,7 +75,8 @@ class Source:
 def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
 
-    A folder or a pattern leaves out the files of `exclude`, the job's own output; a file that is named itself must not be one.
+    A folder or a pattern leaves out the files of `exclude`, the job's own output; a file that is named itself must not
+    be one of them.
     """
     sources: list[Source] = []
     for name in inputs:

@@ -18,6 +18,7 @@ def summary(
         "rows": {
             "total": stats.rows_total,
             "done_earlier": stats.rows_earlier,
+            "failed_earlier": stats.rows_earlier_failed,
             "ok": stats.rows_ok,
             "failed": stats.rows_failed,
             "length_limited": stats.rows_length,
@@ -52,7 +53,8 @@ def text(figures: dict[str, Any]) -> str:
     rows, tokens, seconds = figures["rows"], figures["tokens"], figures["seconds"]
     parts = [f"{rows['ok']:,} completed", f"{rows['failed']:,} failed"]
     if rows["done_earlier"]:
-        parts.append(f"{rows['done_earlier']:,} done earlier")
+        failed = f" ({rows['failed_earlier']:,} of them failed)" if rows["failed_earlier"] else ""
+        parts.append(f"{rows['done_earlier']:,} done earlier{failed}")
     if rows["errors"]:
         parts[1] += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(rows["errors"].items())) + ")"
     lines = [f"{'Done' if figures['finished'] else 'Interrupted'}: {', '.join(parts)} in {duration(seconds['wall'])}."]

@@ -55,7 +55,8 @@ class RunStats:
     started_at: float = field(default_factory=time.perf_counter)
     first_completion_at: float | None = None
     rows_total: int | None = None
-    rows_earlier: int = 0  # done by an earlier run of the job
+    rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
+    rows_earlier_failed: int = 0
     rows_ok: int = 0
     rows_failed: int = 0
     rows_length: int = 0  # ended by max_tokens or the context
