@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.check import check
+from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
+from cbatch.errors import UsageError
+from cbatch.rows.request import SamplingParams
+from tests.tiny import make_tokenizer
+
+GOOD: list[Any] = [{"id": number, "prompt": "word " * (number + 1)} for number in range(20)]
+BAD: list[Any] = [{"prompt": ""}, {"prompt": 5}, "{broken", {"prompt": "x" * 2000}, {"prompt": "x", "params": {"n": 1}}]
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in rows))
+    return path
+
+
+def config(model: Path, *inputs: Path, output: str = "", limit: int | None = None, **prompt: Any) -> RunConfig:
+    return RunConfig(
+        InputConfig(tuple(map(str, inputs)), limit=limit),
+        PromptConfig(**{"chat": False, **prompt}),
+        SamplingParams(max_tokens=10),
+        EngineConfig(model=str(model)),
+        OutputConfig(output=output),
+        DisplayConfig(),
+    )
+
+
+def test_good_rows_are_counted_and_the_first_prompt_is_shown(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD), chat=True, system="Be brief.")) == 0
+    out = capsys.readouterr().out
+    assert "20: 20 good, 0 bad" in out
+    shown = out.split("as the model sees it:\n")[1]
+    assert shown == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nword <|im_end|>\n<|im_start|>assistant\n\n"
+    )
+
+
+def test_lengths_add_up_to_what_the_tokenizer_counts(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD)))
+    out = capsys.readouterr().out
+    lengths = [len(make_tokenizer()(one["prompt"])["input_ids"]) for one in GOOD]
+    assert f"{sum(lengths):,} in prompts: {min(lengths)} to {max(lengths):,}, " in out
+    bars = re.findall(r"^ +([\d,]+) to ([\d,]+) #* +(\d+)$", out, re.MULTILINE)
+    assert sum(int(count) for *_, count in bars) == len(GOOD)
+    for low, high, count in bars:
+        assert sum(int(low) <= length <= int(high.replace(",", "")) for length in lengths) == int(count)
+
+
+def test_bad_rows_are_listed_with_their_place_and_reason(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", *GOOD, *BAD, {"prompt": "x", "row": 1})
+    assert check(config(tiny_model, source)) == 3
+    out = capsys.readouterr().out
+    kinds = ("empty_prompt", "invalid_prompt", "invalid_json", "prompt_too_long", "invalid_params", "column_collision")
+    for number, kind in enumerate(kinds, 21):
+        assert f"{kind}: {source}:{number}: " in out
+    assert "26: 20 good, 6 bad" in out
+
+
+def test_a_long_list_of_bad_rows_is_cut(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(config(tiny_model, write(tmp_path / "in.jsonl", *[{"prompt": ""}] * 50))) == 3
+    out = capsys.readouterr().out
+    assert out.count("empty_prompt: ") == 20
+    assert "... and 30 more" in out
+    assert "50: 0 good, 50 bad (50 empty_prompt)" in out
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_input_without_rows_is_no_error(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(content)
+    assert check(config(tiny_model, source)) == 0
+    assert "0: 0 good, 0 bad" in capsys.readouterr().out
+
+
+def test_it_looks_at_the_rows_a_run_would_take(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "in.jsonl", *GOOD)
+    write(tmp_path / "out" / "part-00000.jsonl", {"prompt": "x", "completion": "y"})
+    assert check(config(tiny_model, tmp_path, output=str(tmp_path / "out"))) == 0
+    assert check(config(tiny_model, tmp_path, output=str(tmp_path / "out"), limit=7)) == 0
+    out = capsys.readouterr().out
+    assert "20: 20 good" in out
+    assert "7: 7 good" in out
+
+
+def test_nothing_is_written(tiny_model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *GOOD)
+    check(config(tiny_model, source, output=str(tmp_path / "out")))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("prompt", [{"template": "{% if"}, {"max_model_len": 10**6}])
+def test_settings_that_can_not_be_are_refused(tiny_model: Path, tmp_path: Path, prompt: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD), **prompt))
+
+
+def test_weights_are_not_needed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            (bare / file.name).write_bytes(file.read_bytes())
+    assert check(config(bare, write(tmp_path / "in.jsonl", *GOOD))) == 0
+    assert "KV cache" in capsys.readouterr().out
+
+
+def test_the_command_prints_the_report_and_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", *GOOD[:3])
+    command = [sys.executable, "-m", "cbatch", "check", source, "-m", tiny_model, "--raw"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"First prompt ({source}:1, raw), as the model sees it:\nword \n" in done.stdout
