@@ -521,8 +521,30 @@ def test_a_folder_that_only_looks_like_a_dataset_is_refused(tmp_path: Path) -> N
         resolve([str(tmp_path)])
 
 
+def test_a_saved_dataset_is_read_as_it_is_stored_whatever_its_format(tmp_path: Path) -> None:
+    import datasets
+
+    data = {"prompt": ["a", "b"], "token_ids": [[1, 2], [3]], "image": [{"bytes": b"x", "path": None}] * 2}
+    saved = datasets.Dataset.from_dict(data).with_format("numpy", columns=["token_ids"])
+    saved.save_to_disk(str(tmp_path / "saved"))
+    found = data_of(tmp_path / "saved")
+    assert [one["prompt"] for one in found] == data["prompt"]
+    assert [one["token_ids"] for one in found] == data["token_ids"]
+    assert found[0]["image"] == {"bytes": "eA==", "path": None}
+
+
+def test_a_split_of_a_dataset_without_splits_is_refused(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match="no splits"):
+        resolve([str(tmp_path / "saved") + "?split=train"])
+
+
 class FakeHub:
     """Stands where datasets.load_dataset is: remembers what it was asked for and streams some rows."""
+
+    features = None
 
     def __init__(self, rows: list[Any], error: Exception | None = None) -> None:
         self.rows, self.error, self.asked = rows, error, ()

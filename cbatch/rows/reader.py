@@ -174,6 +174,8 @@ def _hub_dataset(name: str) -> Source:
         )
     except Exception as error:
         raise UsageError(f"{name}: can't be opened: {_one_line(error)}") from None
+    if dataset.features:
+        dataset = dataset.decode(False)  # pictures and sounds stay as they are stored
     return Source(name, "dataset", None, dataset)
 
 
@@ -190,6 +192,8 @@ def _disk_dataset(name: str, path: str, query: str) -> Source:
         if split not in dataset:
             raise UsageError(f"{name}: say which split, as {path}?split=NAME; it has {', '.join(dataset)}")
         dataset = dataset[split]
+    elif split is not None:
+        raise UsageError(f"{name}: this dataset has no splits; name it as {path}")
     return Source(name, "dataset", dataset.num_rows, dataset)
 
 
@@ -274,7 +278,10 @@ def _values_of_row(batch: Any, index: int) -> dict[str, Any] | RowError:
 
 
 def _dataset_rows(source: Source) -> Iterator[Row]:
-    return _plain_rows(source, iter(source.dataset))
+    if source.size is None:  # streamed, and decoded row by row
+        return _plain_rows(source, iter(source.dataset))
+    batches = source.dataset.with_format("arrow").iter(_PARQUET_BATCH)  # as stored, whatever format was saved with it
+    return _plain_rows(source, (values for batch in batches for values in _values(batch)))
 
 
 def _plain_rows(source: Source, rows: Iterator[dict[str, Any] | RowError]) -> Iterator[Row]:
