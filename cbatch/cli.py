@@ -151,7 +151,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from None
     settings = {key.replace("-", "_"): value for key, value in settings.items()}
-    known = {one.name for one in context.command.params} - {"config"}
+    known = {one.name for _, kind in _PANELS.values() for one in fields(kind)}
     if unknown := settings.keys() - known:
         raise UsageError(f"--config {path}: unknown setting {min(unknown)!r}")
     context.default_map = settings

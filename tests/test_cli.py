@@ -229,6 +229,15 @@ def test_a_file_of_settings_gives_defaults_that_flags_go_before(
     assert (over.prompt.chat, over.engine.model) == (True, "n")
 
 
+def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, tiny_model: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(f'inputs = ["{tmp_path}/in.jsonl"]\nmodel = "{tiny_model}"\nprogress = "none"\noutput = "-"\n')
+    jsonl(tmp_path / "in.jsonl", {"prompt": "x"})
+    code, out, err = call("check", "--config", file)
+    assert (code, err) == (0, "")
+    assert "1 good" in out
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -397,6 +406,53 @@ def test_a_template_with_an_error_leaves_nothing_behind(call: Call, tmp_path: Pa
         assert call("run", source, "-m", tiny_model, "-o", out, *args)[0] == 2
     code, _, err = call("run", source, "-m", tiny_model, "-o", out, "--template", "{{ text }}", "--max-tokens", 2)
     assert code == 0, err
+
+
+@pytest.mark.parametrize("ordered", [(), ("--ordered",)])
+def test_parquet_shards_share_one_schema_and_lose_nothing(
+    call: Call, tmp_path: Path, tiny_model: Path, ordered: tuple[str, ...]
+) -> None:
+    rows: list[Any] = [{"id": number, "prompt": "x", "meta": {"lang": None}, "tags": []} for number in range(45)]
+    rows[25] = {"id": 25, "prompt": "x", "late": "here", "score": 1, "meta": {"lang": "en"}, "tags": ["a"]}
+    rows[30] = {"id": 30, "prompt": ""}
+    rows[40] |= {"score": 1.5}
+    source, out = jsonl(tmp_path / "in.jsonl", *rows), tmp_path / "out"
+    args = ("-m", tiny_model, "-o", out, "--format", "parquet", "--shard-rows", 10, "--max-tokens", 2, "--raw")
+    assert call("run", source, *args, *ordered)[0] == 3
+    assert len(list(out.glob("part-*.parquet"))) == 5
+    assert len({str(pq.read_schema(part)) for part in out.glob("part-*.parquet")}) == 1
+    found = pq.ParquetDataset(out).read().to_pylist()
+    assert [one["row"] for one in found] == list(range(45)) or not ordered
+    found.sort(key=lambda one: one["row"])
+    assert [one["id"] for one in found] == list(range(45))
+    assert [one["error_kind"] for one in found] == [None] * 30 + ["empty_prompt"] + [None] * 14
+    assert [one["late"] for one in found if one["late"]] == ["here"]
+    assert (found[0]["meta"], found[25]["meta"], found[30]["meta"]) == ('{"lang": null}', '{"lang": "en"}', None)
+    assert (found[25]["score"], found[40]["score"], found[25]["tags"]) == ("1", "1.5", '["a"]')
+    lines = {part: part.read_bytes() for part in out.iterdir() if part.is_file()}
+    assert call("run", source, *args, *ordered)[0] == 3
+    assert {part: part.read_bytes() for part in out.iterdir() if part.is_file()} == lines
+
+
+def test_the_same_rows_as_jsonl_and_parquet_give_the_same_completions(
+    call: Call, tmp_path: Path, tiny_model: Path
+) -> None:
+    user = {"role": "user", "content": "hi"}
+    rows = [
+        {"id": 1, "messages": [user]},
+        {"id": 2, "messages": [{"role": "system", "content": "s", "name": "n"}, user]},
+    ]
+    pq.write_table(pa.table({"id": [1, 2], "messages": [one["messages"] for one in rows]}), tmp_path / "in.parquet")
+    jsonl(tmp_path / "in.jsonl", *rows)
+    found = []
+    for suffix in ("jsonl", "parquet"):
+        out = tmp_path / f"of-{suffix}-rows"
+        args = ("-m", tiny_model, "-o", out, "--max-tokens", 5, "--temperature", 1, "--seed", 3)
+        assert call("run", tmp_path / f"in.{suffix}", *args)[0] == 0
+        by_id = {one["id"]: (one["completion"], one["prompt_tokens"]) for one in shard(out)}
+        found.append(by_id)
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
 
 
 def test_openai_requests_are_answered_in_openais_shape(call: Call, tmp_path: Path, tiny_model: Path) -> None:
