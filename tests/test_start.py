@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from cbatch.config import EngineConfig
+from cbatch.engine.start import model_cost, start_engine
+from cbatch.errors import UsageError
+from cbatch.model.loader import locate
+from cbatch.watch.stats import RunStats
+from tests.drive import make_request, run
+from tests.test_families import FAMILIES, OTHERS, config_of
+from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
+
+HIDDEN, MLP, QKVO = 32, 3 * 32 * 48, 32 * 32 + 2 * 32 * 16 + 32 * 32
+
+
+def started(tiny_model: Path, max_model_len: int = 64, **settings: Any) -> Any:
+    config = EngineConfig(**{"kv_cache_memory": 0.01, "threads": 1, "dtype": "float32", **settings})
+    return start_engine(config, locate(str(tiny_model)), max_model_len, RunStats())
+
+
+def test_an_engine_from_a_folder_generates_what_transformers_does(tiny_model: Path) -> None:
+    engine = started(tiny_model)
+    own = hf.AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager")
+    requests = [make_request(n, [5 + n, 6, 7], max_tokens=12, ignore_eos=True) for n in range(4)]
+    for request, completion in zip(requests, run(engine, requests), strict=True):
+        assert list(completion.token_ids) == generate(own, request.token_ids, 12)
+
+
+def test_special_tokens_are_no_text_and_spaces_stay_as_they_are(tiny_model: Path) -> None:
+    engine, tokenizer = started(tiny_model), locate(str(tiny_model)).tokenizer
+    assert engine.decode([1, *tokenizer("a , b . don 't")["input_ids"], 2]) == "a , b . don 't"
+    assert engine.eos_token_ids == {2}
+
+
+def test_blocks_are_as_many_as_fit_but_no_more_than_can_be_used(tiny_model: Path) -> None:
+    engine = started(tiny_model, max_num_seqs=2, block_size=16)
+    assert engine.scheduler.pool.num_blocks == 2 * 64 // 16
+    small = started(tiny_model, kv_cache_memory=20 / 1024**2, block_size=16)  # 20 KiB; a token takes 256 bytes
+    assert small.scheduler.pool.num_blocks == 5
+    assert small.max_model_len == 64
+    smaller = started(tiny_model, kv_cache_memory=8 / 1024**2, block_size=16)
+    assert smaller.max_model_len == 32
+
+
+def test_no_room_for_a_single_block_is_refused_with_what_to_change(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"--kv-cache-memory and --block-size"):
+        started(tiny_model, kv_cache_memory=0.0)
+
+
+def test_settings_reach_the_scheduler(tiny_model: Path) -> None:
+    engine = started(tiny_model, max_num_batched_tokens=7, max_num_seqs=3, scheduling="static", block_size=4)
+    scheduler = engine.scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, scheduler.pool.block_size) == (7, 3, 4)
+    assert type(scheduler).__name__ == "StaticScheduler"
+    assert not started(tiny_model, enable_prefix_caching=False).scheduler.pool.enable_prefix_caching
+
+
+def test_the_cost_of_a_dense_model_is_that_of_its_matrices() -> None:
+    cost = model_cost(make_model(make_config()), 256)
+    assert cost.flops_per_token == 2 * 2 * (MLP + QKVO)
+    assert cost.flops_per_sampled == 2 * HIDDEN * VOCAB_SIZE
+    assert cost.weight_bytes == 4 * (2 * (MLP + QKVO) + HIDDEN * VOCAB_SIZE)
+    assert cost.flops_per_attended == 2 * 2 * HIDDEN * 2
+    assert cost.kv_bytes_per_token == 256
+
+
+def test_a_tied_head_costs_as_much_as_one_of_its_own() -> None:
+    assert model_cost(make_model(make_config(tie_word_embeddings=True)), 1) == model_cost(make_model(make_config()), 1)
+
+
+def test_of_the_experts_only_those_that_a_token_uses_cost() -> None:
+    config = make_config(hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
+    cost = model_cost(make_model(config), 1)
+    assert cost.flops_per_token == 2 * 2 * (2 * MLP + QKVO + 4 * HIDDEN)
+    assert cost.weight_bytes == 4 * (2 * (4 * MLP + QKVO + 4 * HIDDEN) + HIDDEN * VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_every_family_has_a_cost(name: str) -> None:
+    cost = model_cost(make_model(config_of(name)), 1)
+    assert 2 * 2 * QKVO / 2 < cost.flops_per_token < 2 * 2 * (4 * MLP + 2 * QKVO)
+    assert cost.flops_per_sampled == 2 * HIDDEN * VOCAB_SIZE
+    assert cost.flops_per_attended > 0
