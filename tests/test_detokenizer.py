@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from cbatch.engine.detokenizer import StopFinder
 from tests.drive import make_engine, make_request, run
@@ -18,6 +19,19 @@ TEXTS = [
     "e\u0301 a\u0308 \u1e69\u0323\u0307 real \ufffd\ufffd one",
     "\ufffd\ufffd\ufffd\ufffd\ufffd\ufffd end",
 ]
+
+
+def spaced_tokenizer() -> Tokenizer:
+    words = ["\u2581", "a", "b", "\u2581a", "\u2581b", "ab", "\u2581ab"]
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in (10, 0xC3, 0xA9, 0xF0, 0x9F, 0x98, 0x80)), *words]
+    ids = {word: number for number, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+SPACED = spaced_tokenizer()
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -114,6 +128,31 @@ def test_random_tokens_stop_with_the_text_that_one_decode_gives(
     if wanted is not None:
         assert count is not None
         assert count <= wanted + 3  # text is held back for no longer than a character can be
+
+
+def spaced_decode(ids: Sequence[int]) -> str:
+    return str(SPACED.decode(list(ids), skip_special_tokens=True))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    ids=st.lists(st.integers(1, SPACED.get_vocab_size() - 1), max_size=40),
+    stop=st.lists(st.sampled_from(["a", " b", "b ", " ", "  ", "a b", "\u00e9", "\n"]), min_size=1, max_size=3),
+)
+def test_a_tokenizer_that_strips_the_first_space_of_a_text(ids: list[int], stop: list[str]) -> None:
+    """Words begin with a space that is dropped at the beginning; unknown characters are spelled in bytes."""
+    finder = StopFinder(spaced_decode, stop)
+    taken = []
+    for token in ids:
+        taken.append(token)
+        if finder.add(token):
+            break
+    whole = spaced_decode(taken)
+    places = [whole.find(one) for one in stop if one in whole]
+    assert finder.cut(whole) == (whole[: min(places)] if places else None)
+    complete = [n for n in range(1, len(ids) + 1) if any(one in spaced_decode(ids[:n]) for one in stop)]
+    if complete:
+        assert len(taken) <= complete[0] + 3
 
 
 class CountingDecode:
