@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
@@ -38,6 +39,8 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `cbatch` command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a prompt is no reason to fail
     try:
         app()
     except Fatal as error:

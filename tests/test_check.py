@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from cbatch.check import check
 from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
 from cbatch.errors import UsageError
 from cbatch.rows.request import SamplingParams
+from tests.conftest import Cbatch
 from tests.tiny import make_tokenizer
 
 GOOD: list[Any] = [{"id": number, "prompt": "word " * (number + 1)} for number in range(20)]
@@ -125,9 +124,11 @@ def test_weights_are_not_needed(tiny_model: Path, tmp_path: Path, capsys: pytest
     assert "KV cache" in capsys.readouterr().out
 
 
-def test_the_command_prints_the_report_and_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", *GOOD[:3])
-    command = [sys.executable, "-m", "cbatch", "check", source, "-m", tiny_model, "--raw"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"First prompt ({source}:1, raw), as the model sees it:\nword \n" in done.stdout
+def test_the_command_prints_the_report_and_nothing_else_on_any_terminal(
+    cbatch: Cbatch, tiny_model: Path, tmp_path: Path
+) -> None:
+    source = write(tmp_path / "in.jsonl", {"prompt": "caf\u00e9"}, *GOOD)
+    for encoding, shown in (("utf-8", "caf\u00e9"), ("ascii", "caf\\xe9")):
+        done = cbatch("check", source, "-m", tiny_model, "--raw", PYTHONIOENCODING=encoding)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"First prompt ({source}:1, raw), as the model sees it:\n{shown}\n" in done.stdout
