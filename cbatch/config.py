@@ -15,23 +15,33 @@ from cbatch.rows.request import SamplingParams
 
 
 def option(
-    default: Any, help: str, *, flags: str = "", choices: tuple[str, ...] = (), at_least: float | None = None
+    default: Any,
+    help: str,
+    *,
+    flags: str = "",
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    at_most: float = math.inf,
 ) -> Any:
     """A dataclass field that is also a command-line option; `flags` replaces the flag made from its name."""
-    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices, "at_least": at_least})
+    bounds = {"at_least": at_least, "at_most": at_most}
+    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices, **bounds})
 
 
 class Checked:
-    """Checks `choices` and `at_least` of every field of a dataclass as it is built."""
+    """Checks `choices` and bounds of every field of a dataclass as it is built."""
 
     def __post_init__(self) -> None:
         for name, spec in self.__dataclass_fields__.items():  # type: ignore[attr-defined]
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             choices, at_least = spec.metadata.get("choices"), spec.metadata.get("at_least")
+            at_most = spec.metadata.get("at_most", math.inf)
             if choices and value not in (*choices, spec.default):
                 raise UsageError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
-            if at_least is not None and value is not None and not at_least <= value < math.inf:
-                raise UsageError(f"{flag} must be at least {at_least} and finite, not {value}")
+            if at_least is None or value is None or (at_least <= value <= at_most and value != math.inf):
+                continue
+            bounds = f"at least {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
+            raise UsageError(f"{flag} must be {bounds}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,9 @@ class EngineConfig(Checked):
     kv_cache_memory: float | None = option(
         None, "Memory for the KV cache, in GiB. [default: half of what is free on a CPU]", at_least=0
     )
-    gpu_memory_utilization: float = option(0.9, "Share of GPU memory for weights, KV cache and work space.", at_least=0)
+    gpu_memory_utilization: float = option(
+        0.9, "Share of GPU memory for weights, KV cache and work space.", at_least=0, at_most=1
+    )
     enable_prefix_caching: bool = option(True, "Compute a prompt beginning that rows share only once.")
     threads: int | None = option(None, "CPU threads. [default: the CPUs this process may use]", at_least=1)
 

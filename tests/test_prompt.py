@@ -303,11 +303,12 @@ def test_a_template_makes_the_prompt_of_all_columns(tmp_path: Path, inline: bool
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ missing }}", "{{ a.b.c }}", "{{ 1 / 0 }}", "{{ a + 1 }}", "{{ a.__class__.__mro__ }}"]
+    "template",
+    ["{{ missing }}", "{{ null }}", "{{ a.b.c }}", "{{ 1 / 0 }}", "{{ a + 1 }}", "{{ a.__class__.__mro__ }}"],
 )
 def test_a_template_that_fails_for_a_row_is_an_error_of_that_row(template: str) -> None:
     build = builder(template=template)
-    assert kind_of(build, row(a="x")) == "template_error"
+    assert kind_of(build, row(a="x", null=None)) == "template_error"
 
 
 def test_an_undefined_column_is_named() -> None:
@@ -318,6 +319,7 @@ def test_an_undefined_column_is_named() -> None:
 def test_a_template_may_ask_whether_a_column_is_there() -> None:
     build = builder(template="{% if a is defined and a %}{{ a }}{% else %}none{% endif %}", chat=False)
     assert [build.render(one) for one in (row(a="x"), row(b=1), row(a=None))] == ["x", "none", "none"]
+    assert builder(template="{{ a or '' }}{{ b }}", chat=False).render(row(a=None, b=0)) == "0"
 
 
 @pytest.mark.parametrize("template", ["{% if", "{{ a", "{{ a | nofilter }}", "{% endfor %}"])

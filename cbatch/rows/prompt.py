@@ -177,9 +177,17 @@ def _compiled(template: str) -> Any:
     from jinja2.sandbox import SandboxedEnvironment
 
     try:
-        return SandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(template_text(template))
+        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_not_null)
+        return environment.from_string(template_text(template))
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"--template: line {error.lineno}: {error.message}") from None
+
+
+def _not_null(value: Any) -> Any:
+    """Keeps the word None out of prompts."""
+    if value is None:
+        raise ValueError("a value to be shown is null; write {{ x or '' }} to leave it out")
+    return value
 
 
 def _is_ids(prompt: list[Any]) -> bool:
