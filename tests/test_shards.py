@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,10 +61,12 @@ def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
-    path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(columns(row)) + "\n" for row in range(NUM_ROWS)))
-    return resolve([str(path)])[0]
+def source() -> Iterator[Source]:
+    memory = "/dev/shm"  # a disk flushes a file that is renamed over another, and the tests here do that 10,000 times
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        path = Path(folder, "in.jsonl")
+        path.write_text("".join(json.dumps(columns(row)) + "\n" for row in range(NUM_ROWS)))
+        yield resolve([str(path)])[0]
 
 
 def columns(row: int) -> dict[str, Any]:
