@@ -58,6 +58,8 @@ class Feed:
     def _run(self) -> None:
         try:
             for row in self._rows:
+                if self._stopped.is_set():
+                    return
                 try:
                     request = self._build(row)
                 except RowError as error:

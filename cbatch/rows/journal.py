@@ -92,11 +92,12 @@ class Journal:
         return settings
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """Record the settings of a new job, or make sure that they are those of the job to be continued."""
-        earlier = self.manifest
-        if earlier is None:
-            write_atomically(self.state / "manifest.json", json.dumps(settings, indent=2) + "\n")
-            return
+        """Record the settings of a new job."""
+        write_atomically(self.state / "manifest.json", json.dumps(settings, indent=2) + "\n")
+
+    def resume(self, settings: dict[str, Any]) -> None:
+        """Make sure that the settings are those of the job to be continued."""
+        earlier = self.manifest or {}
         differences = [
             f"  {name}: {_shown(earlier.get(name))} before, {_shown(settings.get(name))} now"
             for name in sorted({*earlier, *settings})

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 from urllib.parse import parse_qs, urlsplit
 
 from cbatch.errors import RowError, UsageError
@@ -199,7 +199,8 @@ def _disk_dataset(name: str, path: str, query: str) -> Source:
 
 def _open(source: Source) -> IO[bytes] | gzip.GzipFile:
     if source.name == "-":
-        return sys.stdin.buffer
+        # Detached, because the interpreter crashes at its end if it closes sys.stdin while a thread waits for it.
+        return cast(Any, sys.stdin).detach()  # type: ignore[no-any-return]
     if source.name.endswith(".gz"):
         return gzip.open(source.name)
     if source.name.endswith(".zst"):

@@ -47,7 +47,7 @@ class Shards:
         self.source_names = list(source_names)
         self._index_of = {name: index for index, name in enumerate(source_names)}
         self._rolling = not single_file and not ordered
-        self._suffix = "parquet" if schema is not None else "jsonl"
+        self.suffix = "parquet" if schema is not None else "jsonl"
         self._number = 0  # of the growing shard
         self._num_rows = 0  # in the growing shard
         self._drop_failed = False  # when the growing file is made from the final ones
@@ -122,6 +122,10 @@ class Shards:
             path.unlink()
         (self.journal.state / "manifest.json").unlink(missing_ok=True)
 
+    def holds(self, path: Path) -> bool:
+        """Whether this is one of the published files."""
+        return any(path.samefile(final) for final in self._final_files().values())
+
     # Names
 
     def _growing(self, number: int) -> Path:
@@ -131,7 +135,7 @@ class Shards:
         return IndexFile(self.journal.state / f"part-{number:05d}.idx")
 
     def _final(self, number: int) -> Path:
-        return self.journal.output if self.single_file else self.journal.output / f"part-{number:05d}.{self._suffix}"
+        return self.journal.output if self.single_file else self.journal.output / f"part-{number:05d}.{self.suffix}"
 
     def _growing_files(self) -> dict[int, Path]:
         return _numbered(self.journal.state.glob("part-*.jsonl"))
@@ -248,10 +252,7 @@ class Shards:
             return
         from cbatch.rows import parquet
 
-        try:
-            parquet.write(scratch, records, self.schema)
-        except OSError as error:
-            raise _cant_write(scratch, error) from None
+        parquet.write(scratch, records, self.schema)
         with scratch.open("rb") as file:
             os.fsync(file.fileno())
         publish(scratch, final)
@@ -269,28 +270,18 @@ def _append(file: int, data: bytes) -> None:
     try:
         while rest:
             rest = rest[os.write(file, rest) :]
-    except OSError as error:
+    except OSError:
         os.ftruncate(file, size)
-        raise _cant_write(None, error) from None
-
-
-def _cant_write(path: Path | None, error: OSError) -> Fatal:
-    place = f"{path}: " if path else ""
-    return Fatal(
-        f"{place}can't write: {error.strerror or error}. What was finished is safe; mend this and run the same command again."
-    )
+        raise
 
 
 def _replace(path: Path, lines: Iterable[bytes], scratch: Path | None = None) -> None:
     scratch = scratch or path.with_name(path.name + ".tmp")
-    try:
-        with scratch.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        publish(scratch, path)
-    except OSError as error:
-        raise _cant_write(path, error) from None
+    with scratch.open("wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(scratch, path)
 
 
 def _parsed(path: Path) -> Iterator[dict[str, Any]]:
