@@ -1,0 +1,857 @@
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import cbatch.engine.start
+from cbatch.cli import main
+from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
+from cbatch.errors import Fatal, UsageError
+from cbatch.rows.request import SamplingParams
+from cbatch.run import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE, run
+from cbatch.watch import progress
+from tests.conftest import Cbatch
+from tests.tiny import generate, make_config, make_model, make_tokenizer, save_model
+
+PARTS = {
+    "input": InputConfig,
+    "prompt": PromptConfig,
+    "sampling": SamplingParams,
+    "engine": EngineConfig,
+    "output": OutputConfig,
+    "display": DisplayConfig,
+}
+LAYOUTS = [
+    {"output": "out"},
+    {"output": "out", "format": "parquet"},
+    {"output": "out", "ordered": True},
+    {"output": "out.jsonl"},
+    {"output": "out.parquet", "ordered": True},
+]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
+
+
+@pytest.fixture(autouse=True)
+def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def job(tiny_model: Path) -> Callable[..., int]:
+    """Runs a job in this process: job(max_tokens=3, ...)."""
+
+    def run_job(*inputs: str, **settings: Any) -> int:
+        given = {"inputs": inputs or ("in.jsonl",), "model": str(tiny_model), "output": "out", "max_tokens": 4}
+        given |= {"threads": 1, "progress": "none", **settings}
+        parts = {}
+        for part, kind in PARTS.items():
+            parts[part] = kind(**{one.name: given.pop(one.name) for one in fields(kind) if one.name in given})
+        assert not given
+        return run(RunConfig(**parts))
+
+    return run_job
+
+
+def prompt(row: int) -> dict[str, Any]:
+    return {
+        "id": f"r{row}",
+        "prompt": f"the rain {row}" + " in spain" * (row % 5),
+        "meta": {"a": [row, None, "é\u2028"]},
+    }
+
+
+def write_input(num_rows: int, name: str = "in.jsonl", bad: tuple[int, ...] = ()) -> None:
+    rows = ({**prompt(row), **({"prompt": 7} if row in bad else {})} for row in range(num_rows))
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def records(output: str = "out") -> list[dict[str, Any]]:
+    """All published records, in the order of their rows."""
+    path = Path(output)
+    files = sorted(path.glob("part-*")) if path.is_dir() else [path]
+    found: list[dict[str, Any]] = []
+    for file in files:
+        if file.suffix == ".parquet":
+            found += pq.read_table(file).to_pylist()
+        else:
+            content = file.read_bytes()
+            assert not content or content.endswith(b"\n")
+            found += [json.loads(line) for line in content.split(b"\n")[:-1]]
+    return sorted(found, key=lambda one: one["row"])
+
+
+def row_numbers(output: str = "out") -> list[int]:
+    return [one["row"] for one in records(output)]
+
+
+def snapshot() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def summary(output: str = "out") -> dict[str, Any]:
+    path = Path(output)
+    state = path.with_name(f".{path.name}.cbatch") if path.suffix else path / ".cbatch"
+    figures: dict[str, Any] = json.loads((state / "summary.json").read_text())
+    return figures
+
+
+# Rows in, records out
+
+
+def test_each_row_is_completed_with_what_the_model_itself_generates(job: Callable[..., int]) -> None:
+    write_input(12)
+    assert job(max_tokens=6) == OK
+    model, tokenizer = make_model(make_config()), make_tokenizer()
+    for row, record in enumerate(records()):
+        assert {name: record[name] for name in prompt(row)} == prompt(row)
+        message = [{"role": "user", "content": prompt(row)["prompt"]}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+        expected = generate(model, ids, 6, eos_token_id=2)
+        ended = expected[-1] == 2
+        text = tokenizer.decode(expected[:-1] if ended else expected, skip_special_tokens=True)
+        assert (record["completion"], record["finish_reason"]) == (text, "stop" if ended else "length")
+        assert (record["prompt_tokens"], record["completion_tokens"]) == (len(ids), len(expected) - ended)
+        assert (record["row"], record["source"]) == (row, "in.jsonl")
+        assert (record["error"], record["error_kind"]) == (None, None)
+
+
+@every_layout
+def test_every_layout_holds_the_same_records(job: Callable[..., int], layout: dict[str, Any]) -> None:
+    write_input(9, bad=(4,))
+    assert job(output="plain.jsonl") == SOME_FAILED
+    assert job(**layout) == SOME_FAILED
+    found, expected = records(layout["output"]), records("plain.jsonl")
+    if "parquet" in (layout["output"].partition(".")[2], layout.get("format")):
+        found = [{**one, "meta": json.loads(one["meta"]), "prompt": json.loads(one["prompt"])} for one in found]
+    assert found == expected
+
+
+def test_ids_are_echoed_as_they_are_and_tell_no_rows_apart(job: Callable[..., int]) -> None:
+    ids = ["a", "a", 1, "1", 1.0, None, "", "a/../b", "x" * 10_000, [1], True]
+    Path("in.jsonl").write_text("".join(json.dumps({"id": one, "prompt": "the"}) + "\n" for one in ids))
+    Path("b.jsonl").write_text('{"id": "a", "prompt": "the"}\n{"prompt": "the"}\n')
+    assert job("in.jsonl", "b.jsonl", max_tokens=2) == OK
+    found = sorted(records(), key=lambda one: (one["source"] != "in.jsonl", one["row"]))
+    assert [(one["source"], one["row"]) for one in found] == [
+        *(("in.jsonl", row) for row in range(len(ids))),
+        ("b.jsonl", 0),
+        ("b.jsonl", 1),
+    ]
+    assert [repr(one["id"]) for one in found[:-1]] == [*map(repr, ids), "'a'"]
+    assert "id" not in found[-1]
+
+
+def test_rows_in_an_ordered_output_stand_as_in_the_input_whatever_finishes_first(job: Callable[..., int]) -> None:
+    rows = [{"prompt": "the", "params": {"max_tokens": 40 - 3 * row, "ignore_eos": True}} for row in range(12)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job(output="asis.jsonl")
+    job(output="ordered.jsonl", ordered=True)
+    as_is, ordered = (
+        [json.loads(one)["row"] for one in Path(name).read_bytes().splitlines()]
+        for name in ("asis.jsonl", "ordered.jsonl")
+    )
+    assert ordered == list(range(12))
+    assert as_is != ordered
+    assert sorted(as_is) == ordered
+
+
+def test_failed_rows_are_records_of_their_own_kind_and_are_counted(job: Callable[..., int]) -> None:
+    lines = [
+        '{"prompt": "the rain"}',
+        '{"prompt": ""}',
+        '{"messages": [{"role": "user"}]}',
+        '{"prompt": "the", "params": {"temperature": "hot"}}',
+        json.dumps({"prompt": "in the rain " * 400}),
+        '{"prompt": ',
+        '{"prompt": "the end"}',
+    ]
+    Path("in.jsonl").write_text("\n".join(lines) + "\n")
+    assert job(chat=False) == SOME_FAILED
+    found = records()
+    assert [one["row"] for one in found] == list(range(7))
+    failed = found[1:6]
+    assert [one["finish_reason"] for one in failed] == ["error"] * 5
+    assert [one["completion"] for one in failed] == [None] * 5
+    assert all(f"in.jsonl:{one['row'] + 1}: " in one["error"] for one in failed)
+    assert len({one["error_kind"] for one in failed}) == 5
+    figures = summary()
+    assert figures["rows"] == {
+        "total": 7,
+        "done_earlier": 0,
+        "failed_earlier": 0,
+        "ok": 2,
+        "failed": 5,
+        "length_limited": sum(one["finish_reason"] == "length" for one in found),
+        "errors": Counter(one["error_kind"] for one in failed),
+    }
+    assert figures["finished"]
+
+
+# Going on
+
+
+def test_a_finished_job_run_again_changes_no_record_and_loads_no_weights(
+    job: Callable[..., int], tiny_model: Path
+) -> None:
+    write_input(5)
+    shutil.copytree(tiny_model, "model")
+    assert job(model="model") == OK
+    before = {path: path.read_bytes() for path in Path("out").glob("part-*")}
+    weights = Path("model/model.safetensors")
+    content = weights.read_bytes()
+    weights.write_bytes(content)  # the same
+    loaded: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cbatch.engine.start, "start_engine", loaded.append)
+        assert job(model="model") == OK
+    assert not loaded
+    assert {path: path.read_bytes() for path in Path("out").glob("part-*")} == before
+    assert summary()["rows"] | {"errors": 0} == {
+        "total": 5,
+        "done_earlier": 5,
+        "failed_earlier": 0,
+        "ok": 0,
+        "failed": 0,
+        "length_limited": 0,
+        "errors": 0,
+    }
+
+
+@every_layout
+def test_a_higher_limit_adds_rows(job: Callable[..., int], layout: dict[str, Any]) -> None:
+    write_input(9)
+    for limit, expected in ((3, 3), (2, 3), (0, 3), (7, 7), (None, 9)):
+        assert job(limit=limit, **layout) == OK
+        assert row_numbers(layout["output"]) == list(range(expected))
+
+
+@every_layout
+def test_failed_rows_stay_until_a_retry_and_then_stand_once(job: Callable[..., int], layout: dict[str, Any]) -> None:
+    """Rows 2 and 4 fail for want of KV cache. That is no setting of the job, so more of it mends them."""
+    write_input(6)
+    rows = [json.loads(line) for line in Path("in.jsonl").read_text().splitlines()]
+    for row in (2, 4):
+        rows[row]["prompt"] = "xyz " * 60
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    little = 256 * 128 / 1024**3  # 128 tokens of 2 layers, 2 heads of 8, K and V, 4 bytes
+    output = layout["output"]
+
+    assert job(kv_cache_memory=little, **layout) == SOME_FAILED
+    failed = [one["row"] for one in records(output) if one["error"]]
+    assert failed == [2, 4]
+    assert job(**layout) == SOME_FAILED  # nothing to do, but the output still holds failed rows
+    assert [one["row"] for one in records(output) if one["error"]] == [2, 4]
+    assert summary(output)["rows"]["failed_earlier"] == 2
+    good = [one for one in records(output) if not one["error"]]
+    assert job(retry_failed=True, **layout) == OK
+    found = records(output)
+    assert [one["row"] for one in found] == list(range(6))
+    assert not any(one["error"] for one in found)
+    assert [one for one in found if one["row"] not in (2, 4)] == good
+    assert summary(output)["rows"]["ok"] == 2
+    assert job(retry_failed=True, **layout) == OK
+
+
+def test_settings_that_change_completions_are_refused_with_what_differs(
+    job: Callable[..., int], tiny_model: Path
+) -> None:
+    write_input(4)
+    shutil.copytree(tiny_model, "model")
+    save_model(Path("other"), make_config(num_hidden_layers=1))
+    Path("template").write_text("{{ prompt }}")
+    given = {"model": "model", "temperature": 1.0}
+    assert job(**given) == OK
+    before = snapshot()
+    changes: dict[str, dict[str, Any]] = {
+        "model model.safetensors": {"model": "other"},
+        "temperature: 1.0 before, 0.5 now": {"temperature": 0.5},
+        "seed: ": {"seed": 3},
+        'stop: [] before, ["a"] now': {"stop": ("a",)},
+        "max_tokens: 4 before, 5 now": {"max_tokens": 5},
+        'system: null before, "Be brief" now': {"system": "Be brief"},
+        'template: null before, "{{ prompt }}" now': {"template": "@template"},
+        "chat: true before, false now": {"chat": False},
+        "prompt_column": {"prompt_column": "id"},
+        "max_model_len: 512 before, 100 now": {"max_model_len": 100},
+        'dtype: "float32" before, "bfloat16" now': {"dtype": "bfloat16"},
+        'format: "jsonl" before, "parquet" now': {"format": "parquet"},
+        "ordered: false before, true now": {"ordered": True},
+        'prefix: "" before, "gen_" now': {"prefix": "gen_"},
+        "inputs: ": {"inputs": ("in.jsonl", "template.jsonl")},
+    }
+    Path("template.jsonl").write_text('{"prompt": "the"}\n')
+    before = snapshot()
+    for difference, change in changes.items():
+        with pytest.raises(UsageError) as refused:
+            job(**{**given, **change})
+        assert difference in str(refused.value)
+        assert "--overwrite" in str(refused.value)
+        assert snapshot() == before
+    for file in ("model.safetensors", "tokenizer.json", "config.json", "chat_template.jinja"):
+        path = Path("model", file)
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"\x01" if file == "model.safetensors" else content + b" ")
+        with pytest.raises(UsageError, match=f"model {file}"):
+            job(**given)
+        path.write_bytes(content)
+    assert job(**given) == OK
+
+
+def test_settings_that_only_change_the_pace_go_on(job: Callable[..., int], tiny_model: Path) -> None:
+    write_input(14)
+    changes: list[dict[str, Any]] = [
+        {"max_num_seqs": 1},
+        {"max_num_batched_tokens": 16},
+        {"block_size": 16, "enable_prefix_caching": False},
+        {"kv_cache_memory": 0.01, "threads": 2},
+        {"progress": "json"},
+        {"shard_rows": 3},
+        {"scheduling": "static"},
+        {"device": "cpu"},
+        {"format": "jsonl", "chat": True, "max_model_len": 512, "dtype": "float32"},  # what they are anyway
+        {"model": str(shutil.copytree(tiny_model, "moved"))},
+    ]
+    for limit, change in enumerate([{}, *changes], 1):
+        assert job(limit=limit, **change) == OK
+        assert row_numbers() == list(range(limit))
+
+
+def test_a_chosen_seed_is_kept_when_the_job_goes_on(job: Callable[..., int]) -> None:
+    write_input(8)
+    assert job(temperature=1.5, limit=4) == OK
+    seed = json.loads(Path("out/.cbatch/manifest.json").read_text())["seed"]
+    assert job(temperature=1.5) == OK
+    assert job(temperature=1.5, seed=seed, output="again") == OK
+    assert records() == records("again")
+    assert job(temperature=1.5, output="another") == OK
+    assert records() != records("another")
+
+
+def test_a_command_that_was_refused_leaves_no_settings_behind(job: Callable[..., int]) -> None:
+    write_input(3)
+    for wrong in ({"max_model_len": 9999}, {"device": "abacus"}, {"kv_cache_memory": 0.0}, {"model": "nowhere/at/all"}):
+        with pytest.raises(UsageError):
+            job(**wrong)
+    assert job(max_tokens=2) == OK
+    assert row_numbers() == [0, 1, 2]
+
+
+def test_input_of_another_size_is_refused(job: Callable[..., int]) -> None:
+    write_input(5)
+    assert job(limit=3) == OK
+    before = snapshot()
+    with Path("in.jsonl").open("a") as file:
+        file.write('{"prompt": "one more"}\n')
+    with pytest.raises(UsageError, match="inputs: "):
+        job()
+    after = snapshot()
+    del before["in.jsonl"], after["in.jsonl"]
+    assert after == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=["jsonl", "parquet", "ordered"])
+def test_a_done_row_with_other_content_is_refused_by_its_line(job: Callable[..., int], layout: dict[str, Any]) -> None:
+    write_input(5)
+    assert job(limit=3, **layout) == OK
+    content = Path("in.jsonl").read_text()
+    Path("in.jsonl").write_text(content.replace("rain 4", "pain 4"))  # not done yet
+    assert job(limit=4, **layout) == OK
+    Path("in.jsonl").write_text(content.replace("rain 1", "pain 1"))
+    with pytest.raises(Fatal, match=r"in\.jsonl:2: this row has changed"):
+        job(**layout)
+    Path("in.jsonl").write_text(content)
+    assert job(**layout) == OK
+    assert row_numbers() == list(range(5))
+
+
+def test_overwriting_starts_anew_with_other_settings(job: Callable[..., int]) -> None:
+    write_input(5)
+    assert job(shard_rows=2) == OK
+    Path("out/notes.txt").write_text("mine")
+    assert job(shard_rows=100, max_tokens=2, overwrite=True) == OK
+    assert row_numbers() == list(range(5))
+    assert max(one["completion_tokens"] for one in records()) == 2
+    assert sorted(path.name for path in Path("out").iterdir()) == [".cbatch", "notes.txt", "part-00000.jsonl"]
+    with pytest.raises(UsageError, match="max_tokens: 2 before"):
+        job()
+
+
+def test_overwriting_removes_nothing_if_the_command_is_wrong(job: Callable[..., int]) -> None:
+    write_input(5)
+    assert job() == OK
+    before = snapshot()
+    for wrong in (
+        {"max_model_len": 9999},
+        {"device": "abacus"},
+        {"system": "x", "model": "none"},
+        {"format": "parquet"},
+    ):
+        if "format" in wrong:  # Parquet can't be made of a column that is there already
+            Path("in.jsonl").write_text('{"prompt": "the", "completion": "the"}\n')
+            before = snapshot()
+        with pytest.raises(UsageError):
+            job(overwrite=True, **wrong)
+        assert snapshot() == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_input_is_never_replaced_by_the_output(job: Callable[..., int], overwrite: bool) -> None:
+    write_input(3)
+    Path("folder").mkdir()
+    write_input(3, "folder/part-00007.jsonl")
+    os.link("in.jsonl", "same.jsonl")
+    Path("link.jsonl").symlink_to("in.jsonl")
+    before = snapshot()
+    for given, output in [
+        ("in.jsonl", "in.jsonl"),
+        ("in.jsonl", "./in.jsonl"),
+        ("in.jsonl", "same.jsonl"),
+        ("link.jsonl", "in.jsonl"),
+        ("folder/part-00007.jsonl", "folder"),
+    ]:
+        with pytest.raises(UsageError):
+            job(given, output=output, overwrite=overwrite)
+        after = {name: content for name, content in snapshot().items() if not name.endswith("/lock")}
+        assert after == before
+
+
+def test_an_output_beside_the_input_is_fine(job: Callable[..., int]) -> None:
+    Path("work").mkdir()
+    write_input(3, "work/in.jsonl")
+    assert job("work", output="work/out") == OK
+    assert job("work", output="work/out") == OK
+    assert job("work/in.jsonl", output="work") == OK
+    assert row_numbers("work/out") == row_numbers("work") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["out/part-00000.jsonl", "out/part-00003.parquet", "out.jsonl"])
+def test_files_that_cbatch_did_not_make_are_left_alone(job: Callable[..., int], name: str) -> None:
+    write_input(2)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("mine")
+    with pytest.raises(UsageError, match="was not made by cbatch"):
+        job(output=name.split("/")[0])
+    assert Path(name).read_text() == "mine"
+
+
+# Nothing to do
+
+
+@pytest.mark.parametrize("kind", ["0 bytes", "blank lines", "0-row Parquet", "limit 0", "skipped", "stdin at its end"])
+@pytest.mark.parametrize("output", ["out", "out.parquet"])
+def test_an_input_without_rows_gives_an_empty_output_without_the_weights(
+    job: Callable[..., int], tiny_model: Path, kind: str, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model, "model")
+    Path("model/model.safetensors").unlink()
+    write_input(3)
+    inputs, settings = ("in.jsonl",), {}
+    if kind == "0 bytes":
+        Path("in.jsonl").write_bytes(b"")
+    elif kind == "blank lines":
+        Path("in.jsonl").write_bytes(b"\n  \n\r\n\n")
+    elif kind == "0-row Parquet":
+        pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), "in.parquet")
+        inputs = ("in.parquet",)
+    elif kind == "limit 0":
+        settings = {"limit": 0}
+    elif kind == "skipped":
+        settings = {"skip": 10}
+    else:
+        if output.endswith("parquet"):
+            pytest.skip("Parquet can't be written from standard input")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        assert job("-", model="model", output=output) == OK
+        assert records(output) == []
+        return
+    for _ in range(2):
+        assert job(*inputs, model="model", output=output, **settings) == OK
+        assert records(output) == []
+    assert summary(output)["rows"]["total"] == 0
+    if output.endswith("parquet"):
+        known = {"completion", "error"} | ({"prompt"} if kind in ("0-row Parquet", "limit 0", "skipped") else set())
+        assert known <= set(pq.read_schema(output).names)
+
+
+def test_an_input_whose_rows_all_fail_ends_without_the_weights(job: Callable[..., int], tiny_model: Path) -> None:
+    shutil.copytree(tiny_model, "model")
+    Path("model/model.safetensors").unlink()
+    write_input(5, bad=(0, 1, 2, 3, 4))
+    assert job(model="model") == SOME_FAILED
+    assert [one["error_kind"] for one in records()] == ["invalid_prompt"] * 5
+
+
+def test_a_file_without_the_prompt_column_is_an_error_not_an_empty_job(job: Callable[..., int]) -> None:
+    Path("in.jsonl").write_text('{"text": "the"}\n')
+    with pytest.raises(UsageError, match="no column 'prompt'"):
+        job()
+    assert not Path("out").exists()
+
+
+# Where nothing can be written
+
+
+@contextmanager
+def small_disk(megabytes: str = "1m") -> Iterator[Path]:
+    folder = Path("disk").absolute()
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}", "tmpfs", str(folder)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
+def test_a_full_disk_ends_the_job_in_words_and_it_goes_on_once_there_is_room(
+    job: Callable[..., int], layout: dict[str, Any]
+) -> None:
+    write_input(40)
+    with small_disk("256k") as disk:
+        (disk / "ballast").write_bytes(bytes(150_000))
+        settings = {**layout, "output": str(disk / layout["output"]), "shard_rows": 10}
+        noise = {"system": "the rain " * 20}
+        rows = [
+            {**json.loads(line), "noise": random.Random(7).randbytes(3000).hex()}
+            for line in Path("in.jsonl").read_text().splitlines()
+        ]
+        Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(Fatal, match=r"No space left on device.*run it again"):
+            job(**settings, **noise)
+        (disk / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        assert job(**settings, **noise) == OK
+        assert row_numbers(settings["output"]) == list(range(40))
+        assert all(one["noise"] == rows[one["row"]]["noise"] for one in records(settings["output"]))
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(job: Callable[..., int]) -> None:
+    write_input(2)
+    with small_disk() as disk:
+        assert job(output=str(disk / "out"), limit=1) == OK
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        for output in ("new", "out", "new.jsonl"):
+            with pytest.raises(UsageError, match="can't write there: Read-only file system"):
+                job(output=str(disk / output), model="never-looked-for")
+
+
+# What is said, and where
+
+
+def test_lines_of_the_json_view_parse(
+    job: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.05)
+    write_input(40, bad=(3,))
+    assert job(progress="json", max_tokens=60, max_num_seqs=4) == SOME_FAILED
+    out, err = capfd.readouterr()
+    assert out == ""
+    lines = [json.loads(line) for line in err.splitlines()]
+    counts = [one["rows_done"] for one in lines if "rows_done" in one]
+    assert counts == sorted(counts)
+    assert any(0 < one < 40 for one in counts)
+    final = json.loads(lines[-1]["note"])
+    assert (final["rows"]["ok"], final["rows"]["failed"], final["rows"]["total"]) == (39, 1, 40)
+
+
+def test_plain_lines_are_few_and_hold_no_control_bytes(
+    job: Callable[..., int], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    write_input(300)
+    assert job(progress="auto", max_tokens=2) == OK
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert not {"\r", "\x1b"} & set(err)
+    assert len(err.splitlines()) < 12
+    assert "300 completed, 0 failed" in err
+
+
+def test_a_signal_that_a_library_swallows_still_stops_the_job(
+    job: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_engine = cbatch.engine.start.start_engine
+
+    def slow_start(*args: Any) -> Any:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except Exception:  # as an import hook does
+            pass
+        return start_engine(*args)
+
+    write_input(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(cbatch.engine.start, "start_engine", slow_start)
+        assert job() == INTERRUPTED
+    assert records() == []
+    assert job() == OK
+    assert row_numbers() == list(range(5))
+
+
+def test_a_run_that_dies_leaves_no_figures_of_an_earlier_one(
+    job: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_input(4)
+    assert job(limit=2) == OK
+    assert summary()["finished"]
+
+    def no_engine(*_: object) -> None:
+        raise Fatal("no engine today")
+
+    monkeypatch.setattr(cbatch.engine.start, "start_engine", no_engine)
+    with pytest.raises(Fatal, match="no engine today"):
+        job()
+    assert not Path("out/.cbatch/summary.json").exists()
+
+
+# Processes of their own. Most are forked off one that has imported everything, which saves five seconds each.
+
+
+def in_child(args: list[str], streams: dict[int, str]) -> None:
+    for number, name in {0: os.devnull, **streams}.items():
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o644), number)
+    sys.argv = ["cbatch", *args]
+    main()
+
+
+class Child:
+    """The command line in a process; its exit code is negative if a signal ended it."""
+
+    context: Any = None
+
+    def __init__(self, *args: object, out: str = "stdout", err: str = "stderr", nohup: bool = False) -> None:
+        if Child.context is None:
+            Child.context = multiprocessing.get_context("forkserver")
+            Child.context.set_forkserver_preload(["tests.test_run"])
+        target = in_child_that_ignores_hangups if nohup else in_child
+        self.process = Child.context.Process(target=target, args=([*map(str, args)], {1: out, 2: err}), daemon=True)
+        self.process.start()
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def wait(self, seconds: float = 60) -> int:
+        self.process.join(seconds)
+        assert self.process.exitcode is not None, "it does not end"
+        code: int = self.process.exitcode
+        return code
+
+    def wait_for_records(self, output: str = "out", count: int = 1) -> None:
+        deadline = time.monotonic() + 60
+        while sum(path.read_bytes().count(b"\n") for path in Path(output).rglob("*.jsonl")) < count:
+            assert self.process.is_alive(), Path("stderr").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def in_child_that_ignores_hangups(args: list[str], streams: dict[int, str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    in_child(args, streams)
+
+
+@pytest.fixture
+def command(tiny_model: Path) -> list[object]:
+    return ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--progress", "plain"]
+
+
+SLOW = ["--max-num-seqs", 1, "--max-tokens", 30, "--ignore-eos"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_the_job_and_the_same_command_goes_on(command: list[object], number: int) -> None:
+    write_input(60)
+    child = Child(*command, *SLOW)
+    child.wait_for_records()
+    child.send(number)
+    assert child.wait() == INTERRUPTED
+    assert "run the same command again" in Path("stderr").read_text()
+    figures = summary()
+    assert not figures["finished"]
+    done = figures["rows"]["ok"]
+    assert 0 < done < 60
+    assert Child(*command, *SLOW[2:]).wait() == OK
+    assert row_numbers() == list(range(60))
+    assert summary()["rows"]["done_earlier"] == done
+
+
+def test_a_second_signal_ends_the_job_at_once(command: list[object]) -> None:
+    write_input(2000)
+    child = Child(*command, "--max-tokens", 400, "--max-num-batched-tokens", 100_000, "--max-num-seqs", 2000)
+    deadline = time.monotonic() + 60
+    while "up to 2000 sequences" not in (Path("stderr").read_text() if Path("stderr").exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)  # into the first step, which takes long
+    child.send(signal.SIGINT)
+    time.sleep(0.05)
+    child.send(signal.SIGINT)
+    assert child.wait() in (130, INTERRUPTED)
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(command: list[object]) -> None:
+    write_input(30)
+    child = Child(*command, *SLOW, nohup=True)
+    child.wait_for_records()
+    child.send(signal.SIGHUP)
+    assert child.wait() == OK
+    assert row_numbers() == list(range(30))
+
+
+def test_two_jobs_never_write_to_one_output(command: list[object]) -> None:
+    write_input(2000)
+    first = Child(*command, *SLOW)
+    first.wait_for_records()
+    for more in ([], ["--overwrite"], ["--limit", 3, "--retry-failed"]):
+        second = Child(*command, *SLOW, *more, err="stderr2")
+        assert second.wait(10) == USAGE
+        assert "another cbatch job is writing there" in Path("stderr2").read_text()
+    assert first.process.is_alive()
+    first.send(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    done = len(Path("out/.cbatch/part-00000.jsonl").read_bytes().splitlines())
+    assert Child(*command, *SLOW, "--limit", done + 5).wait() == OK  # its lock has died with it
+    assert set(range(done + 5)) <= set(row_numbers())
+    assert len(set(row_numbers())) == len(row_numbers())
+
+
+@pytest.mark.parametrize(
+    "layout", [["--shard-rows", 40], ["--ordered", "--format", "parquet"]], ids=["jsonl", "parquet"]
+)
+def test_no_kill_loses_doubles_or_changes_a_row(command: list[object], layout: list[object]) -> None:
+    num_rows, bad = 400, (17, 200, 333)
+    rows = [{**prompt(row), "params": {"max_tokens": 1 + row % 11, "ignore_eos": True}} for row in range(num_rows)]
+    for row in bad:
+        rows[row]["params"] = {"max_tokens": "many"}
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert Child(*command, "-o", "whole", *layout).wait() == SOME_FAILED
+    kills = 0
+    while kills < 6:
+        child = Child(*command, *layout, "--max-num-seqs", 2)
+        child.process.join(random.uniform(0.2, 1.6))
+        child.process.kill()
+        kills += child.wait() == -signal.SIGKILL
+    assert Child(*command, *layout).wait() == SOME_FAILED
+    found = records()
+    assert [one["row"] for one in found] == list(range(num_rows))
+    assert found == records("whole")
+    assert [one["row"] for one in found if one["error"]] == list(bad)
+    for one, row in zip(found, rows, strict=True):
+        kept = {name: one[name] if isinstance(one[name], type(row[name])) else json.loads(one[name]) for name in row}
+        assert kept == row
+
+
+def test_an_output_that_is_full_ends_the_job_in_words(command: list[object]) -> None:
+    write_input(20)
+    child = Child(*command, "-o", "-", out="/dev/full")
+    assert child.wait() == FATAL
+    assert Path("stderr").read_text().splitlines()[-1] == "cbatch: standard output: No space left on device."
+
+
+# The real thing
+
+
+@pytest.mark.parametrize("progress_mode", ["auto", "none"])
+def test_standard_output_carries_records_only(tiny_model: Path, progress_mode: str) -> None:
+    """In the environment of a cron job: almost empty, no terminal."""
+    write_input(300)
+    ended = subprocess.run(
+        [sys.executable, "-m", "cbatch", "run", "in.jsonl", "-m", tiny_model, "-o", "-", "--progress", progress_mode],
+        env={"PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "0", "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=120,
+    )
+    assert ended.returncode == OK
+    assert sorted(json.loads(line)["row"] for line in ended.stdout.splitlines()) == list(range(300))
+    assert not set(b"\r\x1b") & set(ended.stderr)
+    if progress_mode == "none":
+        assert ended.stderr == b""
+    else:
+        assert 1 < len(ended.stderr.splitlines()) < 12
+        assert b"300 completed, 0 failed" in ended.stderr
+
+
+def test_a_reader_that_leaves_ends_the_job_quietly(tiny_model: Path) -> None:
+    write_input(5000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cbatch", "run", "in.jsonl", "-m", tiny_model, "-o", "-", "--progress", "none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+    )
+    assert process.stdout is not None
+    assert "completion" in json.loads(process.stdout.readline())
+    process.stdout.close()
+    assert process.wait(60) == READER_GONE
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+def test_closed_standard_streams_do_not_stop_a_job_or_leak_into_its_files(tiny_model: Path) -> None:
+    write_input(4, bad=(1,))
+    script = 'exec "$0" -m cbatch run in.jsonl -m "$1" -o out --max-tokens 2 <&- >&- 2>&-'
+    root = str(Path(__file__).parent.parent)
+    ended = subprocess.run(["sh", "-c", script, sys.executable, tiny_model], env={**os.environ, "PYTHONPATH": root})
+    assert ended.returncode == SOME_FAILED
+    assert row_numbers() == list(range(4))
+    assert Path("out/.cbatch/lock").read_bytes() == b""
+
+
+def test_standard_input_resumes_and_a_signal_ends_the_wait_for_it(tiny_model: Path) -> None:
+    write_input(6)
+    content = Path("in.jsonl").read_bytes()
+    args = [sys.executable, "-m", "cbatch", "run", "-", "-m", tiny_model, "-o", "out", "--max-tokens", "2"]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    process = subprocess.Popen(args, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
+    assert process.stdin is not None
+    process.stdin.write(b"".join(content.splitlines(keepends=True)[:3]))
+    process.stdin.flush()  # and then nothing more comes
+    deadline = time.monotonic() + 60
+    while sum(path.read_bytes().count(b"\n") for path in Path("out").rglob("*.jsonl")) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == INTERRUPTED
+    process.stdin.close()
+    assert process.stderr is not None
+    assert b"Fatal Python error" not in process.stderr.read()
+    process.stderr.close()
+
+    changed = content.replace(b"rain 1", b"pain 1")
+    refused = subprocess.run(args, input=changed, capture_output=True, env=environ)
+    assert refused.returncode == FATAL
+    assert b"-:2: this row has changed since it was completed" in refused.stderr
+    assert subprocess.run(args, input=content, capture_output=True, env=environ).returncode == OK
+    assert row_numbers() == list(range(6))
+
+
+def test_wrong_commands_end_before_anything_is_written(cbatch: Cbatch, tiny_model: Path, tmp_path: Path) -> None:
+    root = str(Path(__file__).parent.parent)
+    write_input(2)
+    ended = cbatch("run", "missing.jsonl", "-m", tiny_model, "-o", "out", PYTHONPATH=root)
+    assert (ended.returncode, ended.stdout) == (USAGE, "")
+    assert ended.stderr.startswith("cbatch: missing.jsonl: ")
+    assert len(ended.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
