@@ -42,12 +42,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AHEAD = 512  # requests that may wait between the reader and the engine
 
 
-class Interrupted(Exception):
-    """A signal came before the engine ran."""
+class Interrupted(BaseException):
+    """A signal came before the engine ran. No library's `except Exception` may swallow it."""
 
 
 def run(config: RunConfig) -> int:
     """Run a job; returns its exit code. Fatal and UsageError say what ended it early."""
+    _open_standard_streams()
     stats = RunStats()
     with Progress(stats, resolve_mode(config.display.progress)) as progress:
         try:
@@ -76,6 +77,10 @@ class Job:
             except Interrupted:
                 self.progress.note("Interrupted before the first row; nothing is lost.")
                 return INTERRUPTED
+            except OSError as error:
+                place = error.filename or self.target.path or "standard output"
+                safe = " What was finished is safe; mend this and run it again." if self.target.path else ""
+                raise Fatal(f"{place}: {error.strerror or error}.{safe}") from None
 
     def _run(self) -> int:
         from cbatch.model.loader import locate, resolve_device
@@ -133,12 +138,16 @@ class Job:
         if output.overwrite:
             shards.remove()
         earlier = journal.manifest
-        if earlier is None and shards.exists():
-            raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
         if earlier and self.config.sampling.seed is None:
             builder.reseed(earlier["seed"])
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
-        journal.begin(plan.settings(self.config, builder, files, self.sources) | layout)
+        settings = plan.settings(self.config, builder, files, self.sources) | layout
+        if not shards.exists():
+            journal.begin(settings)
+        elif earlier is None:
+            raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
+        else:
+            journal.resume(settings)
         done = shards.resume(output.retry_failed)
         self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
@@ -237,13 +246,19 @@ class Job:
         self.engine.stopping = True
 
 
+def _open_standard_streams() -> None:
+    """Point those that are closed at nothing, so that no file of the job gets their number and is printed into."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 @contextmanager
 def _stdout_for_records() -> Iterator[Any]:
     """Standard output for records only: what a library prints there goes to stderr meanwhile."""
-    try:
-        records = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
-    except OSError:
-        raise UsageError("-o -: standard output is closed") from None
+    records = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
     os.dup2(2, 1)
     try:
         yield records
