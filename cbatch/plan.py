@@ -93,7 +93,8 @@ def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sourc
         "template": template_text(prompt.template) if prompt.template else None,
         "chat": builder.chat,
         "max_model_len": builder.max_model_len,
-        "inputs": [[source.name, source.size] for source in sources],
+        "inputs": [source.name for source in sources],
+        "input sizes": [source.size for source in sources],
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": engine.load_format,
     }

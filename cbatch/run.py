@@ -147,7 +147,7 @@ class Job:
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
         else:
-            journal.resume(settings)
+            journal.resume(settings, may_differ=("input sizes",) if output.retry_failed else ())
         done = shards.resume(output.retry_failed)
         self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
@@ -164,6 +164,7 @@ class Job:
                         f"{row.where}: this row has changed since it was completed. Use the same input, another "
                         "output, or --overwrite to start anew."
                     )
+                builder.skip(row)
                 return None
             if not row.problem:
                 self.target.shape.check(row)

@@ -392,6 +392,7 @@ def test_rows_have_streams_of_their_own_that_follow_their_id() -> None:
     streams = [build(row(number, id=one, prompt="p")).stream for number, one in enumerate(ids)]
     assert len(set(streams)) == len(ids)
     assert all(0 <= stream < 2**64 for stream in streams)
+    build = builder()
     moved = [build(row(9 - number, "other.jsonl", id=one, prompt="q")).stream for number, one in enumerate(ids)]
     assert moved == streams
 
@@ -401,8 +402,20 @@ def test_rows_without_an_id_are_known_by_their_place() -> None:
     places = [(0, "a.jsonl"), (1, "a.jsonl"), (0, "b.jsonl")]
     streams = [build(row(number, source, prompt="p")).stream for number, source in places]
     assert len(set(streams)) == 3
+    build = builder()
     assert [build(row(number, f"moved/{source}", prompt="p")).stream for number, source in places] == streams
-    assert build(row(0, "a.jsonl", prompt="p", id=None)).stream == streams[0]
+    assert builder()(row(0, "a.jsonl", prompt="p", id=None)).stream == streams[0]
+
+
+def test_copies_of_a_row_differ_and_a_resumed_job_draws_the_same() -> None:
+    rows = [row(number, id="same", prompt="p") for number in range(50)]
+    rows += [row(0, f"{folder}/data.jsonl", prompt="p") for folder in ("train", "test")]
+    build, resumed = builder(), builder()
+    streams = [build(one).stream for one in rows]
+    assert len(set(streams)) == len(rows)
+    for one in rows[:-1]:
+        resumed.skip(one)
+    assert resumed(rows[-1]).stream == streams[-1]
 
 
 def test_a_seed_of_a_row_decides_its_stream_alone() -> None:

@@ -19,7 +19,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +95,13 @@ class Journal:
         """Record the settings of a new job."""
         write_atomically(self.state / "manifest.json", json.dumps(settings, indent=2) + "\n")
 
-    def resume(self, settings: dict[str, Any]) -> None:
-        """Make sure that the settings are those of the job to be continued."""
+    def resume(self, settings: dict[str, Any], may_differ: Collection[str] = ()) -> None:
+        """Make sure that the settings are those of the job to be continued, but for those that `may_differ`."""
         earlier = self.manifest or {}
         differences = [
             f"  {name}: {_shown(earlier.get(name))} before, {_shown(settings.get(name))} now"
             for name in sorted({*earlier, *settings})
-            if earlier.get(name) != settings.get(name)
+            if earlier.get(name) != settings.get(name) and name not in may_differ
         ]
         if differences:
             raise UsageError(
@@ -109,6 +109,8 @@ class Journal:
                 + "\n".join(differences)
                 + "\nUse the same settings to go on, another output, or --overwrite to start anew."
             )
+        if settings != earlier:
+            self.begin(settings)
 
     def write_summary(self, figures: dict[str, Any]) -> None:
         write_atomically(self.state / "summary.json", json.dumps(figures, indent=2) + "\n")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from cbatch.config import PromptConfig
 from cbatch.errors import RowError, UsageError
+from cbatch.rows.identity import Identities
 from cbatch.rows.request import Request, Row, SamplingParams
 
 _OPENAI_URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
@@ -38,14 +38,22 @@ class PromptBuilder:
         if config.system is not None and not self.has_chat_template:
             raise UsageError("--system: this model has no chat template")
         self._template = _compiled(config.template) if config.template else None
+        self._identities = Identities()
 
     def __call__(self, row: Row) -> Request:
+        """The request of a row; to be called for all rows in the order of the input, but for those skipped."""
         if row.problem:
             raise row.problem
+        identity = self._identities.of(row)
         try:
-            return self._request(row)
+            return self._request(row, identity)
         except RowError as error:
             raise RowError(error.kind, f"{row.where}: {error}") from None
+
+    def skip(self, row: Row) -> None:
+        """Pass over a row that is done: later rows get the random numbers they would have got behind it."""
+        if not row.problem:
+            self._identities.of(row)
 
     def reseed(self, seed: int) -> None:
         """Go on with the seed of an earlier run."""
@@ -53,9 +61,9 @@ class PromptBuilder:
 
     def render(self, row: Row) -> str:
         """The prompt of a row as the model sees it, special tokens included."""
-        return str(self.tokenizer.decode(self._request(row).token_ids))
+        return str(self.tokenizer.decode(self._request(row, "").token_ids))
 
-    def _request(self, row: Row) -> Request:
+    def _request(self, row: Row, identity: str) -> Request:
         if row.is_openai:
             prompt, overrides = _openai_body(row.data)
         else:
@@ -70,7 +78,7 @@ class PromptBuilder:
         limit = self.max_model_len - 1
         if len(token_ids) > limit:
             token_ids = self._truncated(token_ids, params.max_tokens)
-        return Request(row, token_ids, params, self._stream(row, overrides), chat)
+        return Request(row, token_ids, params, self._stream(identity, overrides), chat)
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         """The text, conversation or token ids of a row."""
@@ -147,18 +155,10 @@ class PromptBuilder:
         keep = max(self.max_model_len - max_tokens, self.max_model_len // 2)
         return token_ids[-keep:] if self.config.truncate == "left" else token_ids[:keep]
 
-    def _stream(self, row: Row, overrides: Any) -> int:
-        """The key of a row's random stream: of its own seed, else of the job's seed and the row's identity.
-
-        A row is known by its `id` or `custom_id`, so that it keeps its stream when the input is reordered, else by its
-        file's name and its position there.
-        """
-        if isinstance(overrides, dict) and overrides.get("seed") is not None:
-            key = f"{overrides['seed']}"
-        else:
-            name = row.data.get("custom_id", row.data.get("id"))
-            identity = json.dumps(name) if isinstance(name, (str, int)) else f"{PurePath(row.source).name}:{row.row}"
-            key = f"{self.sampling.seed}|{identity}"
+    def _stream(self, identity: str, overrides: Any) -> int:
+        """The key of a row's random stream: of its own seed, else of the job's seed and the row's identity."""
+        own = overrides.get("seed") if isinstance(overrides, dict) else None
+        key = f"{self.sampling.seed}|{identity}" if own is None else f"{own}"
         return int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest(), "little")
 
 

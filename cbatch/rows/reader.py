@@ -142,6 +142,8 @@ def _file(path: Path) -> Source:
     """A file that can be opened and, if it is Parquet, has a readable footer."""
     stem = path.name.removesuffix(".gz").removesuffix(".zst")
     kind = "parquet" if stem.endswith(".parquet") else "text" if stem.endswith(".txt") else "jsonl"
+    if any("\ud800" <= character <= "\udfff" for character in str(path)):
+        raise UsageError(f"{str(path)!r}: the name of this file is not valid UTF-8; rename it")
     if not path.name.endswith(_SUFFIXES):
         raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(_SUFFIXES)}")
     try:
