@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.sequence import Sequence
-from cbatch.model.sampler import INVALID_LOGITS, filtered_probs, sample, uniform
+from cbatch.model.sampler import INVALID_LOGITS, _draw, filtered_probs, sample, uniform
 from cbatch.rows.request import SamplingParams
 from tests.drive import make_engine, make_request, run
 from tests.tiny import VOCAB_SIZE, make_config, make_model
@@ -279,3 +279,16 @@ def test_sampled_rows_do_not_depend_on_order_company_or_memory(kind: str) -> Non
     for one in runs[1:]:
         assert one.items() <= runs[0].items()
     assert all(0 <= token < VOCAB_SIZE for ids in runs[0].values() for token in ids)
+
+
+def test_each_position_of_a_row_draws_anew() -> None:
+    logits = torch.zeros(200, 20)
+    rows = [sequence([0], [1] * n, stream=5, temperature=1.0) for n in range(200)]
+    counts = np.bincount(sample(logits, rows, ()).numpy(), minlength=20)
+    assert chi_square(counts, np.full(20, 10.0)) < 43.8  # 99.9 % of 19 degrees of freedom
+
+
+def test_the_ends_of_the_unit_interval_fall_on_tokens_that_are_possible() -> None:
+    probs = torch.tensor([[0.0, 0.0, 0.7, 0.3, 0.0]]).repeat(3, 1)
+    uniforms = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
+    assert _draw(probs, uniforms).tolist() == [2, 2, 3]

@@ -201,3 +201,15 @@ def test_a_dynamic_batch_starts_when_its_window_is_over() -> None:
         scheduler.add(seq)
     assert not patient.schedule(more_to_come=True).chunks
     assert len(prompt.schedule(more_to_come=True).chunks) == 1
+
+
+def test_admission_leaves_a_block_for_each_that_runs() -> None:
+    scheduler = Scheduler(BlockPool(4, 4), 64, 8)
+    first, second, third = sequence(4, 8, 0), sequence(4, 8, 1, 1), sequence(4, 8, 2, 2)
+    for seq in (first, second, third):
+        scheduler.add(seq)
+    assert [chunk.seq for chunk in scheduler.schedule().chunks] == [first, second]  # a third would leave one for two
+    assert list(scheduler.waiting) == [third]
+    scheduler = Scheduler(BlockPool(4, 4), 64, 8)
+    trace = simulate(scheduler, [sequence(4, 8, 0), sequence(4, 8, 1, 1), sequence(4, 8, 2, 2)], most_steps=30)
+    assert not trace.preemptions
