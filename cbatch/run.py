@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,8 @@ class Interrupted(BaseException):
 
 def run(config: RunConfig) -> int:
     """Run a job; returns its exit code. Fatal and UsageError say what ended it early."""
+    if config.output.output == "-" and sys.stdout is None:
+        raise UsageError("-o -: standard output is closed")
     _open_standard_streams()
     stats = RunStats()
     with Progress(stats, resolve_mode(config.display.progress)) as progress:
@@ -135,6 +139,9 @@ class Job:
     def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
         """Start a job, or go on with one under the seed it drew; what is done."""
         output = self.config.output
+        for source in self.sources:
+            if source.kind != "dataset" and source.name != "-" and shards.holds(Path(source.name)):
+                raise UsageError(f"{source.name}: is an input, and the output would replace it; name another output")
         if output.overwrite:
             shards.remove()
         earlier = journal.manifest
@@ -148,6 +155,7 @@ class Job:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
         else:
             journal.resume(settings, may_differ=("input sizes",) if output.retry_failed else ())
+        journal.forget_summary()
         done = shards.resume(output.retry_failed)
         self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
@@ -184,6 +192,7 @@ class Job:
         self.progress.note(self._first_line(engine, builder))
         self.progress.doing = "first step"
         self.engine = engine
+        engine.stopping = self.stopping
         for completion in engine.generate(feed):
             deliver(completion)
 

@@ -102,6 +102,14 @@ def row_numbers(output: str = "out") -> list[int]:
     return [one["row"] for one in records(output)]
 
 
+def num_records(output: str) -> int:
+    """Those of JSONL files, published or not, of a job that may run."""
+    try:
+        return sum(path.read_bytes().count(b"\n") for path in Path(output).rglob("*.jsonl"))
+    except FileNotFoundError:  # renamed meanwhile
+        return 0
+
+
 def snapshot() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
@@ -545,14 +553,18 @@ def test_a_full_disk_ends_the_job_in_words_and_it_goes_on_once_there_is_room(
         assert all(one["noise"] == rows[one["row"]]["noise"] for one in records(settings["output"]))
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(job: Callable[..., int]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_loaded(
+    job: Callable[..., int], tiny_model: Path
+) -> None:
+    shutil.copytree(tiny_model, "model")
+    Path("model/model.safetensors").write_bytes(b"not weights")
     write_input(2)
     with small_disk() as disk:
         assert job(output=str(disk / "out"), limit=1) == OK
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for output in ("new", "out", "new.jsonl"):
             with pytest.raises(UsageError, match="can't write there: Read-only file system"):
-                job(output=str(disk / output), model="never-looked-for")
+                job(output=str(disk / output), model="model")
 
 
 # What is said, and where
@@ -659,7 +671,7 @@ class Child:
 
     def wait_for_records(self, output: str = "out", count: int = 1) -> None:
         deadline = time.monotonic() + 60
-        while sum(path.read_bytes().count(b"\n") for path in Path(output).rglob("*.jsonl")) < count:
+        while num_records(output) < count:
             assert self.process.is_alive(), Path("stderr").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -745,12 +757,13 @@ def test_no_kill_loses_doubles_or_changes_a_row(command: list[object], layout: l
         rows[row]["params"] = {"max_tokens": "many"}
     Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert Child(*command, "-o", "whole", *layout).wait() == SOME_FAILED
-    kills = 0
-    while kills < 6:
+    for kill in range(8):
         child = Child(*command, *layout, "--max-num-seqs", 2)
-        child.process.join(random.uniform(0.2, 1.6))
+        if kill < 6:
+            child.wait_for_records(count=num_records("out") + random.randrange(1, 40))
+        time.sleep(random.uniform(0, 0.1 if kill < 6 else 0.5))
         child.process.kill()
-        kills += child.wait() == -signal.SIGKILL
+        assert child.wait() == -signal.SIGKILL
     assert Child(*command, *layout).wait() == SOME_FAILED
     found = records()
     assert [one["row"] for one in found] == list(range(num_rows))
@@ -765,7 +778,9 @@ def test_an_output_that_is_full_ends_the_job_in_words(command: list[object]) -> 
     write_input(20)
     child = Child(*command, "-o", "-", out="/dev/full")
     assert child.wait() == FATAL
-    assert Path("stderr").read_text().splitlines()[-1] == "cbatch: standard output: No space left on device."
+    assert (
+        Path("stderr").read_text().splitlines()[-1] == "cbatch: standard output: can't write: No space left on device"
+    )
 
 
 def test_records_go_to_standard_output_and_plain_lines_to_the_other(command: list[object]) -> None:
@@ -836,6 +851,10 @@ def test_closed_standard_streams_do_not_stop_a_job_or_leak_into_its_files(tiny_m
     assert ended.returncode == SOME_FAILED
     assert row_numbers() == list(range(4))
     assert Path("out/.cbatch/lock").read_bytes() == b""
+    script = 'exec "$0" -m cbatch run in.jsonl -m "$1" -o - >&-'
+    args = ["sh", "-c", script, sys.executable, tiny_model]
+    refused = subprocess.run(args, env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE)
+    assert (refused.returncode, refused.stderr) == (USAGE, b"cbatch: -o -: standard output is closed\n")
 
 
 def test_standard_input_resumes_and_a_signal_ends_the_wait_for_it(
@@ -850,7 +869,7 @@ def test_standard_input_resumes_and_a_signal_ends_the_wait_for_it(
     process.stdin.write(b"".join(content.splitlines(keepends=True)[:3]))
     process.stdin.flush()  # and then nothing more comes
     deadline = time.monotonic() + 60
-    while sum(path.read_bytes().count(b"\n") for path in Path("out").rglob("*.jsonl")) < 3:
+    while num_records("out") < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)

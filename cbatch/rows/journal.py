@@ -115,6 +115,10 @@ class Journal:
     def write_summary(self, figures: dict[str, Any]) -> None:
         write_atomically(self.state / "summary.json", json.dumps(figures, indent=2) + "\n")
 
+    def forget_summary(self) -> None:
+        """A run that dies must not leave the figures of the one before it."""
+        (self.state / "summary.json").unlink(missing_ok=True)
+
     def close(self) -> None:
         os.close(self._lock)
 
