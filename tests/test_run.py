@@ -368,7 +368,7 @@ def test_input_of_another_size_is_refused(job: Callable[..., int]) -> None:
     before = snapshot()
     with Path("in.jsonl").open("a") as file:
         file.write('{"prompt": "one more"}\n')
-    with pytest.raises(UsageError, match="inputs: "):
+    with pytest.raises(UsageError, match="input sizes: "):
         job()
     after = snapshot()
     del before["in.jsonl"], after["in.jsonl"]
