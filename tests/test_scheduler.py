@@ -67,7 +67,8 @@ def check_step(scheduler: Scheduler, schedule: Schedule, before: dict[Sequence, 
     assert not {id(seq) for seq in schedule.preempted} & set(map(id, seqs))
     for chunk in schedule.chunks:
         seq = chunk.seq
-        assert 0 < chunk.num_tokens <= seq.num_pending_tokens
+        owed = seq.num_pending_tokens or 1  # a padding token of a locked batch
+        assert 0 < chunk.num_tokens <= owed
         if chunk.reaches_end:
             assert chunk.num_tokens == seq.num_pending_tokens
         assert len(seq.block_table) * scheduler.pool.block_size >= seq.num_computed_tokens + chunk.num_tokens

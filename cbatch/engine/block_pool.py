@@ -76,7 +76,7 @@ class BlockPool:
         if not self.enable_prefix_caching:
             return
         size = self.block_size
-        for index in range(seq.num_hashed_blocks, seq.num_computed_tokens // size):
+        for index in range(seq.num_hashed_blocks, min(seq.num_computed_tokens, seq.num_known_tokens) // size):
             key = (seq.prefix_uid, tuple(seq.token_ids[index * size : (index + 1) * size]))
             block = seq.block_table[index]
             if key not in self._block_of:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from cbatch.engine.scheduler import Schedule, Scheduler, StaticScheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
 from cbatch.model.batch import pack
-from cbatch.model.runner import INVALID_LOGITS, Runner
+from cbatch.model.runner import INVALID_LOGITS, Launched, Runner
 from cbatch.rows.request import Completion, Request
 from cbatch.watch.stats import RunStats
 
@@ -39,33 +40,55 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         stats: RunStats | None = None,
+        depth: int = 0,
     ) -> None:
+        """`depth`: launched steps whose tokens the host has not waited for yet, 0 or 1."""
         self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
         self.max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.pool.block_size)
         self.stats = stats or RunStats()
         self.stopping = False
+        self.depth = depth
+        self._launched: deque[tuple[Schedule, Launched]] = deque()
 
     def generate(self, requests: Requests) -> Iterator[Completion]:
         """Yield a completion for each request. Set `stopping` to leave after the step that runs."""
         while not self.stopping:
             yield from self._take(requests)
-            if not self.scheduler.running and not self.scheduler.waiting and requests.ended:
+            if not self.scheduler.running and not self.scheduler.waiting and requests.ended and not self._launched:
                 return
             yield from self.step(more_to_come=not requests.ended)
 
     def step(self, more_to_come: bool = False) -> list[Completion]:
-        """Decide the batch, run it through the model once, and return the completions that it finished."""
+        """Decide the batch, launch it, and return the completions of the step launched `depth` steps before.
+
+        With depth 1 the next step is launched while this one computes. Its decodes take their input from the tokens
+        sampled on the device, which the host does not know yet; a sequence that turns out to have ended before costs
+        one token that nobody awaits.
+        """
+        started_at = time.perf_counter()
         schedule = self.scheduler.schedule(more_to_come)
         self.stats.scheduled(schedule, self.scheduler)
-        if not schedule.chunks:  # a locked batch that waits for more rows
+        if schedule.chunks:
+            self._launch(schedule)
+        elif not self._launched:  # a locked batch that waits for more rows
             time.sleep(_PAUSE)
             return []
-        started_at = time.perf_counter()
-        batch = pack(schedule.chunks, self.scheduler.pool.block_size, self.runner.device)
-        tokens = self.runner.forward(batch)
-        completions = self._collect(schedule, tokens)
+        completions = []
+        while len(self._launched) > (self.depth if schedule.chunks and not self._needs_history() else 0):
+            completions += self._collect()
         self.stats.busy_seconds += time.perf_counter() - started_at
         return completions
+
+    def _launch(self, schedule: Schedule) -> None:
+        batch = pack(schedule.chunks, self.scheduler.pool.block_size, self.runner.device, self.runner.sampled)
+        launched = self.runner.launch(batch)
+        for chunk in schedule.chunks:
+            chunk.seq.launch(chunk.num_tokens, chunk.reaches_end)
+        self._launched.append((schedule, launched))
+
+    def _needs_history(self) -> bool:
+        """Whether the next draw depends on which token came last, as penalties do."""
+        return any(seq.params.has_penalties for seq in self.scheduler.running)
 
     def _take(self, requests: Requests) -> Iterator[Completion]:
         """Keep as many requests waiting as one step could admit."""
@@ -91,34 +114,43 @@ class Engine:
         stop_finder = StopFinder(self.decode, stop, min_tokens) if stop else None
         return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
 
-    def _collect(self, schedule: Schedule, tokens: list[int]) -> list[Completion]:
-        """Append the sampled tokens, give back the blocks of what has ended, and return it."""
-        for chunk in schedule.chunks:
-            chunk.seq.num_computed_tokens += chunk.num_tokens
-            self.scheduler.pool.remember(chunk.seq)
-        completions, now = [], time.perf_counter()
+    def _collect(self) -> list[Completion]:
+        """Wait for the tokens of the oldest launched step, give back the blocks of what has ended, and return it."""
+        schedule, launched = self._launched.popleft()
+        tokens, now = launched.tokens(), time.perf_counter()
+        completions = []
         for seq, token in zip(schedule.sampled, tokens, strict=True):
-            if completion := self._append(seq, token):
-                self.scheduler.finish(seq)
+            if not seq.num_unknown_tokens:  # it ended in the step before, when this one was already launched
+                continue
+            if completion := self._learn(seq, token):
                 completions.append(completion)
             self.stats.sampled(seq, now)
+        for chunk in schedule.chunks:
+            self.scheduler.pool.remember(chunk.seq)
         return completions
 
-    def _append(self, seq: Sequence, token: int) -> Completion | None:
-        """Add one token to a sequence; its completion if that ends it."""
+    def _learn(self, seq: Sequence, token: int) -> Completion | None:
+        """Take in one token of a sequence; its completion if that ends it."""
         params = seq.params
         if token == INVALID_LOGITS:
-            return self._completion(seq, error=RowError("invalid_logits", "the model's output is not a number"))
-        if seq.num_completion_tokens >= params.min_tokens and (
+            return self._end(seq, error=RowError("invalid_logits", "the model's output is not a number"))
+        if seq.num_known_tokens - seq.num_prompt_tokens >= params.min_tokens and (
             token in params.stop_token_id or (token in self.eos_token_ids and not params.ignore_eos)
         ):
-            return self._completion(seq, "stop")
-        seq.token_ids.append(token)
+            return self._end(seq, "stop")
+        seq.learn(token)
         if seq.stop_finder and seq.stop_finder.add(token):
-            return self._completion(seq, "stop")
-        return self._completion(seq, "length") if len(seq.token_ids) == seq.max_len else None
+            return self._end(seq, "stop")
+        return self._end(seq, "length") if seq.num_known_tokens == seq.max_len else None
 
-    def _completion(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
+    def _end(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
+        """The completion of a sequence that has ended; it leaves the batch."""
+        self.scheduler.pool.remember(seq)
+        seq.end()
+        self.scheduler.finish(seq)
+        return self._completion(seq, finish_reason, error)
+
+    def _completion(self, seq: Sequence, finish_reason: str, error: RowError | None) -> Completion:
         token_ids = seq.completion_ids
         text = None if error else self.decode(token_ids)
         if text is not None and seq.stop_finder and (shorter := seq.stop_finder.cut(text)) is not None:

@@ -70,8 +70,8 @@ class Scheduler:
         return Schedule(tuple(chunks), tuple(preempted))
 
     def finish(self, seq: Sequence) -> None:
-        """Take a sequence out of the batch; its blocks are free at once."""
-        self.running.remove(seq)
+        """Take a sequence out of the batch; its blocks are free at once. It may have just been preempted."""
+        (self.running if seq.block_table else self.waiting).remove(seq)
         self.pool.release(seq)
         self._short_of_blocks = False
 
@@ -97,6 +97,8 @@ class Scheduler:
     def _admit(self) -> Sequence | None:
         """Move the head of the queue into the batch if there is room."""
         if not self.waiting or len(self.running) == self.max_num_seqs or (self.running and self._short_of_blocks):
+            return None
+        if self.waiting[0].num_unknown_tokens:  # preempted a moment ago, its last token is still being computed
             return None
         if not self.pool.admit(self.waiting[0], reserve=len(self.running)):
             return None
@@ -128,13 +130,14 @@ class StaticScheduler(Scheduler):
                 or not more_to_come
                 or time.perf_counter() - self.waiting[0].added_at >= self._window
             )
-        for seq in self._padding:
-            seq.num_computed_tokens = len(seq.token_ids) - 1
         schedule = super().schedule(more_to_come)
-        chunks = (replace(c, reaches_end=False) if c.seq in self._padding else c for c in schedule.chunks)
-        return Schedule(tuple(chunks), schedule.preempted)
+        padding = self._padding[: self.max_num_batched_tokens - schedule.num_tokens]
+        for seq in padding:
+            seq.num_computed_tokens = len(seq.token_ids) - 1
+        return replace(schedule, chunks=schedule.chunks + tuple(ScheduledChunk(seq, 1, False) for seq in padding))
 
     def finish(self, seq: Sequence) -> None:
+        seq.num_computed_tokens = len(seq.token_ids)  # it owes nothing more
         self._padding.append(seq)
         if len(self._padding) == len(self.running):
             for padding in self._padding:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from cbatch.engine.detokenizer import StopFinder
 from cbatch.rows.request import Request, SamplingParams
 
+UNKNOWN = -1  # stands for a token that a launched step is still computing
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -21,6 +23,7 @@ class Sequence:
     num_hashed_blocks: int = 0  # leading blocks that the prefix cache has seen
     prefix_uid: int = 0  # what the prefix cache calls the last of them
     num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
+    num_unknown_tokens: int = 0  # trailing tokens that a launched step is still computing
     added_at: float = 0.0
     last_token_at: float | None = None
 
@@ -44,6 +47,30 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_known_tokens(self) -> int:
+        return len(self.token_ids) - self.num_unknown_tokens
+
+    @property
     def num_pending_tokens(self) -> int:
-        """Tokens that still owe their keys and values: one when it decodes, many when it prefills."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens that still owe their keys and values: one when it decodes, many when it prefills.
+
+        The last token of all owes none.
+        """
+        return 0 if len(self.token_ids) == self.max_len else len(self.token_ids) - self.num_computed_tokens
+
+    def launch(self, num_tokens: int, samples: bool) -> None:
+        """A step has been launched that computes `num_tokens` and, if it `samples`, one more token, not known yet."""
+        self.num_computed_tokens += num_tokens
+        if samples:
+            self.token_ids.append(UNKNOWN)
+            self.num_unknown_tokens += 1
+
+    def learn(self, token: int) -> None:
+        """The oldest unknown token has become known."""
+        self.token_ids[self.num_known_tokens] = token
+        self.num_unknown_tokens -= 1
+
+    def end(self) -> None:
+        """Forget the tokens that are still unknown: the sequence ended before them."""
+        del self.token_ids[self.num_known_tokens :]
+        self.num_unknown_tokens = 0

@@ -50,6 +50,10 @@ class SamplingParams:
         if "" in self.stop:
             raise ValueError("stop must not hold an empty text")
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def override(self, values: Mapping[str, Any]) -> SamplingParams:
         """These settings with some replaced; null leaves one as it is. Unknown names raise ValueError."""
         known = {spec.name for spec in fields(self)}
