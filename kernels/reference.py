@@ -31,13 +31,14 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged queries over a paged cache, in float64.
 
     query [T, H, D]: sequence s has rows cu_seqlens_q[s]:cu_seqlens_q[s + 1], the last of its `seq_lens[s]` tokens,
     whose keys and values are in the caches [num_blocks, block_size, H_kv, D] at `block_tables` [S, max_blocks].
     Query head h reads key/value head h // (H // H_kv). With `window` w > 0 a token sees itself and the w - 1 before
-    it; with `softcap` c > 0 scores become c * tanh(score / c). Slots past the end of a sequence are not read.
+    it; with `softcap` c > 0 scores become c * tanh(score / c); `sinks` [H] are extra scores without a value. Slots past the end of a sequence are not read.
     The head size of values may differ from that of queries and keys. Returns [T, H, D of the values] float64.
     """
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
@@ -56,5 +57,71 @@ def paged_attention(
                 scores = keys[:, kv_head] @ query[token, head].double() * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[token, head] = torch.softmax(scores, 0) @ values[:, kv_head]
+                extra = scores[:0] if sinks is None else sinks[head : head + 1].double()
+                weights = torch.softmax(torch.cat([scores, extra]), 0)[: len(scores)]
+                out[token, head] = weights @ values[:, kv_head]
     return out
+
+
+def rope_store_kv(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    weight_offset: float = 0.0,
+) -> None:
+    """Normalise (with weights [D]) and rotate `query` [T, H, D] in place and `key` [T, H_kv, D], then `store_kv`.
+
+    cos and sin [T, ROT], both halves equal; the first ROT <= D dimensions turn, in pairs (i, i + ROT / 2).
+    """
+
+    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        if weight is not None:
+            x = rms_norm(x, weight, eps, weight_offset=weight_offset)
+        size = cos.shape[-1]
+        a, b = x[..., : size // 2].float(), x[..., size // 2 : size].float()
+        c, s = cos[:, None, : size // 2].float(), sin[:, None, : size // 2].float()
+        return torch.cat([a * c - b * s, b * c + a * s, x[..., size:].float()], -1).to(x.dtype)
+
+    query.copy_(turned(query, q_weight))
+    store_kv(turned(key, k_weight).to(k_cache.dtype), value.to(v_cache.dtype), k_cache, v_cache, slot_mapping)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> torch.Tensor:
+    """x [..., N] over the root of its mean square, times (weight [N] + offset); `residual` becomes x + residual."""
+    if residual is not None:
+        x = residual.add_(x)
+    wide = x.double()
+    normed = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (normed * (weight.double() + weight_offset)).to(x.dtype)
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gelu: bool = False,
+) -> torch.Tensor:
+    """Each token through its chosen experts, weighted: x [T, K], gate_up [E, 2I, K], down [E, K, I], chosen [T, top]."""
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for token, row in enumerate(chosen.tolist()):
+        for place, expert in enumerate(row):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+            out[token] += weights[token, place].double() * (down[expert].double() @ (act * up))
+    return out.to(x.dtype)
