@@ -19,6 +19,10 @@ demo: setup
 test *args: setup
     {{python}} -m pytest {{args}}
 
+# Prove and measure the GPU path on a GPU; needs torch, triton and transformers, no installation
+gpu-check *args:
+    PYTHONPATH=. python3 -m tests.gpu_check {{args}}
+
 # Check style and types
 lint: setup
     .venv/bin/ruff check .

@@ -84,9 +84,7 @@ def _memory_lines(
     engine: EngineConfig, model_config: Any, lengths: Counter[int], max_tokens: int, longest: int
 ) -> Iterator[str]:
     """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
-    import torch
-
-    from cbatch.model.kv_cache import count_blocks
+    from cbatch.model.kv_cache import count_blocks, free_memory
     from cbatch.model.loader import resolve_device, resolve_dtype
 
     text, device = model_config.get_text_config(), resolve_device(engine.device)
@@ -98,8 +96,7 @@ def _memory_lines(
         block_bytes,
         engine.kv_cache_memory,
         most_useful=1 << 40,
-        device=torch.device(device),
-        gpu_memory_utilization=engine.gpu_memory_utilization,
+        budget=lambda: free_memory(device, engine.gpu_memory_utilization) // 2,
     )
     mean = sum(length * count for length, count in lengths.items()) / lengths.total() + max_tokens
     blocks = -(-round(mean) // engine.block_size)

@@ -118,6 +118,11 @@ class EngineConfig(Checked):
         0.9, "Share of GPU memory for weights, KV cache and work space.", at_least=0, at_most=1
     )
     enable_prefix_caching: bool = option(True, "Compute a prompt beginning that rows share only once.")
+    cuda_graphs: str = option(
+        "on",
+        "Record the steps on a GPU as CUDA graphs, which spares the time of launching them.",
+        choices=("on", "off"),
+    )
     threads: int | None = option(None, "CPU threads. [default: the CPUs this process may use]", at_least=1)
 
 

@@ -59,7 +59,7 @@ def make_engine(
     """An engine whose KV cache holds `fill` wherever nothing has been stored yet."""
     layers = layer_shapes(model)
     cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
-    for tensor in [*cache.k, *cache.v] if fill is not None else []:
+    for tensor in [*cache.k.values(), *cache.v.values()] if fill is not None else []:
         tensor.fill_(fill)
     pool = BlockPool(num_blocks, block_size, prefix_caching)
     scheduler = make_scheduler(kind, pool, budget, max_num_seqs)

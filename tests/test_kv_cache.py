@@ -84,24 +84,29 @@ def test_available_memory_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> No
     assert available_memory() == 12345
 
 
+def nothing() -> int:
+    raise AssertionError("the memory was given")
+
+
 def test_blocks_by_the_memory_asked_for() -> None:
-    assert count_blocks(1024, 1 / 1024, 10**9, CPU, 0.9) == 1024
-    assert count_blocks(1025, 1 / 1024, 10**9, CPU, 0.9) == 1023
-    assert count_blocks(1024, 1 / 1024, 100, CPU, 0.9) == 100
-    assert count_blocks(1024, 0.0, 100, CPU, 0.9) == 0
+    assert count_blocks(1024, 1 / 1024, 10**9, nothing) == 1024
+    assert count_blocks(1025, 1 / 1024, 10**9, nothing) == 1023
+    assert count_blocks(1024, 1 / 1024, 100, nothing) == 100
+    assert count_blocks(1024, 0.0, 100, nothing) == 0
 
 
-def test_blocks_by_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_memory", lambda: 10_000)
-    assert count_blocks(1000, None, 100, CPU, 0.9) == 5
-    assert count_blocks(6000, None, 100, CPU, 0.9) == 0
+def test_blocks_by_what_is_left_for_them() -> None:
+    assert count_blocks(1000, None, 100, lambda: 5000) == 5
+    assert count_blocks(6000, None, 100, lambda: 5000) == 0
+    assert count_blocks(1000, None, 3, lambda: 5000) == 3
+    assert count_blocks(1000, None, 3, lambda: -5000) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_takes_as_many_bytes_as_its_layer_says(dtype: torch.dtype) -> None:
     layers = [LayerShape(2, 16, 16, 0), LayerShape(1, 24, 8, 128)]
-    cache = KVCache(layers, num_blocks=3, block_size=5, dtype=dtype, device=CPU)
-    for layer, k, v in zip(layers, cache.k, cache.v, strict=True):
+    cache = KVCache(dict(enumerate(layers)), num_blocks=3, block_size=5, dtype=dtype, device=CPU)
+    for layer, k, v in zip(layers, cache.k.values(), cache.v.values(), strict=True):
         assert k.nbytes + v.nbytes == 15 * layer.bytes_per_token(dtype)
         assert k.shape == (3, 5, layer.num_kv_heads, layer.key_size)
         assert v.shape == (3, 5, layer.num_kv_heads, layer.value_size)

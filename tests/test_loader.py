@@ -175,11 +175,16 @@ def test_the_model_loads_in_the_dtype_asked_for(dtype: str, tiny_model: Path) ->
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     for there, auto in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert resolve_device("auto") == auto
         assert resolve_device("cpu") == "cpu"
     assert resolve_device("cuda:1") == "cuda:1"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla T4")
+    with pytest.raises(UsageError, match="Tesla T4: has no matrix units for bfloat16"):
+        resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="no GPU"):
         resolve_device("cuda:0")

@@ -40,8 +40,8 @@ def test_block_runs(block: str, folder: Path) -> None:
 
 
 def test_the_two_commands_are_recipes() -> None:
-    recipes = re.findall(r"^([a-z]+)(?: [*a-z]+)?:", (ROOT / "Justfile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"^just ([a-z]+)", README, re.MULTILINE)) <= set(recipes)
+    recipes = re.findall(r"^([a-z-]+)(?: [*a-z]+)?:", (ROOT / "Justfile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^just ([a-z-]+)", README, re.MULTILINE)) <= set(recipes)
 
 
 def test_every_option_named_exists(cbatch) -> None:  # type: ignore[no-untyped-def]

@@ -12,7 +12,8 @@ from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.errors import UsageError
 from cbatch.model.attention import layer_shapes
-from cbatch.model.kv_cache import KVCache, count_blocks
+from cbatch.model.fused import substitute
+from cbatch.model.kv_cache import KVCache, available_memory, count_blocks
 from cbatch.model.loader import parallelism, resolve_device
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
@@ -35,13 +36,14 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     layers = layer_shapes(model)
     if model.config.model_type not in PROVEN:
         verify(model, layers)
-    bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in layers)
+    if model.device.type == "cuda":
+        substitute(model, layers)
+    bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in layers.values())
     num_blocks = count_blocks(
         bytes_per_token * config.block_size,
         config.kv_cache_memory,
         most_useful=max_num_seqs * -(-max_model_len // config.block_size),
-        device=model.device,
-        gpu_memory_utilization=config.gpu_memory_utilization,
+        budget=lambda: spare_memory(model, budget, max_num_seqs, config.gpu_memory_utilization),
     )
     if num_blocks == 0:
         raise UsageError(
@@ -58,8 +60,48 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    eos = files.eos_token_ids
-    return Engine(Runner(model, cache, sorted(eos)), scheduler, decode, eos, max_model_len, stats)
+    eos, runner, depth = files.eos_token_ids, Runner(model, cache, sorted(files.eos_token_ids)), 0
+    if model.device.type == "cuda":
+        depth = 1
+        if config.cuda_graphs == "on" and all(layer.key_size == layer.value_size for layer in layers.values()):
+            longest = min(max_model_len, num_blocks * config.block_size)
+            runner.record(budget, max_num_seqs, -(-longest // config.block_size), longest)
+    return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth)
+
+
+class _NoCache:
+    """Stands in for the KV cache where only the memory of everything else matters."""
+
+    def attend(self, _layer: int, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    rope_attend = attend
+
+
+@torch.inference_mode()
+def spare_memory(model: Any, max_num_tokens: int, max_num_seqs: int, gpu_memory_utilization: float) -> int:
+    """Bytes for the KV cache: half of what is free on a CPU; on a GPU what the largest step leaves, which is tried."""
+    if model.device.type != "cuda":
+        return available_memory() // 2
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    positions = torch.arange(max_num_tokens, device=model.device)[None]
+    sampled = torch.arange(min(max_num_seqs, max_num_tokens), device=model.device)
+    logits = model(
+        input_ids=torch.zeros_like(positions),
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=sampled,
+        batch=None,
+        kv_cache=_NoCache(),
+    ).logits
+    logits.float()
+    peak = torch.cuda.max_memory_allocated(model.device) - before
+    del logits
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    return int(free - total * (1 - gpu_memory_utilization) - peak)
 
 
 def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:

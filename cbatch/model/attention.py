@@ -1,8 +1,9 @@
 """Runs unmodified transformers decoders on a ragged batch.
 
 "cbatch" is registered as an attention implementation; the model hands every attention layer's query, key and value to
-it, together with the `batch` and the `kv_cache` that the runner passed to `forward`. The mask implementation of the
-same name makes no mask: causality and windows are the business of the paged attention.
+it, together with the `batch` and the `kv_cache` that the runner passed to `forward`. There is no mask implementation of
+that name, so transformers makes no mask, and does not look through the positions for packed sequences, which would have
+the host wait for the device: causality and windows are the business of the paged attention.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from cbatch.errors import Fatal
 from cbatch.model.kv_cache import LayerShape
@@ -47,12 +48,7 @@ def attention(
     return out[None], None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    return None
-
-
 AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, _no_mask)
 
 
 class Probe:
@@ -77,9 +73,22 @@ class Probe:
         self.layers[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], window)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
+    def rope_attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: None,
+        _angles: Any,
+        _norms: Any,
+        settings: tuple[float, int, float],
+    ) -> torch.Tensor:
+        return self.attend(layer, query, key, value, batch, *settings)
+
 
 @torch.inference_mode()
-def layer_shapes(model: Any) -> list[LayerShape]:
+def layer_shapes(model: Any) -> dict[int, LayerShape]:
     """What each attention layer of `model` keeps of a token; Fatal if a layer does not go through `attention`."""
     probe, ids = Probe(), torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device)[None]
@@ -96,4 +105,4 @@ def layer_shapes(model: Any) -> list[LayerShape]:
             f"{type(model).__name__}: {len(probe.layers)} of {expected} layers use standard attention; "
             "cbatch does not support the others"
         )
-    return [probe.layers[layer] for layer in range(expected)]
+    return probe.layers

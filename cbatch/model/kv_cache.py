@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from cbatch.kernels.sdpa import paged_attention, store_kv
+from cbatch.model import ops
 from cbatch.model.batch import Batch
 
 _GIB = 1024**3
@@ -32,13 +32,18 @@ class KVCache:
     """One K and one V tensor [num_blocks, block_size, H_kv, D] for each layer."""
 
     def __init__(
-        self, layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         def tensor(layer: LayerShape, size: int) -> torch.Tensor:
             return torch.empty(num_blocks, block_size, layer.num_kv_heads, size, dtype=dtype, device=device)
 
-        self.k = [tensor(layer, layer.key_size) for layer in layers]
-        self.v = [tensor(layer, layer.value_size) for layer in layers]
+        self.k = {index: tensor(layer, layer.key_size) for index, layer in layers.items()}
+        self.v = {index: tensor(layer, layer.value_size) for index, layer in layers.items()}
 
     def attend(
         self,
@@ -52,27 +57,51 @@ class KVCache:
         softcap: float,
     ) -> torch.Tensor:
         """Store this step's keys and values [T, H_kv, D], then attend with `query` [T, H, D] to all there is."""
+        ops.store_kv(key, value, self.k[layer], self.v[layer], batch.slot_mapping)
+        return ops.paged_attention(query, self.k[layer], self.v[layer], batch, scale, window, softcap)
+
+    def rope_attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: Batch,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        norms: tuple[torch.Tensor | None, torch.Tensor | None, float, float],
+        settings: tuple[float, int, float],
+    ) -> torch.Tensor:
+        """`attend` for a query and a key that are not yet rotated by `angles` (cos and sin), nor normed.
+
+        `norms`: weights of q and k or None, epsilon, and what is added to the weights. `settings`: scale, window,
+        softcap. `query` is changed.
+        """
         k_cache, v_cache = self.k[layer], self.v[layer]
-        store_kv(key, value, k_cache, v_cache, batch.slot_mapping)
-        return paged_attention(query, k_cache, v_cache, batch.block_tables, batch.spans, scale, window, softcap)
+        (cos, sin), (q_weight, k_weight, eps, weight_offset) = angles, norms
+        ops.rope_store_kv(
+            query, key, value, k_cache, v_cache, batch.slot_mapping, cos, sin, q_weight, k_weight, eps, weight_offset
+        )
+        return ops.paged_attention(query, k_cache, v_cache, batch, *settings)
 
 
 def count_blocks(
     bytes_per_block: int,
     memory_gib: float | None,
     most_useful: int,
-    device: torch.device,
-    gpu_memory_utilization: float,
+    budget: Callable[[], int],
 ) -> int:
-    """How many blocks to allocate: as many as fit in the memory there is, and no more than can be used."""
-    if memory_gib is not None:
-        budget = int(memory_gib * _GIB)
-    elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = free - int(total * (1 - gpu_memory_utilization))
-    else:
-        budget = available_memory() // 2
-    return max(0, min(budget // bytes_per_block, most_useful))
+    """How many blocks to allocate: as many as fit in `memory_gib`, else in the `budget` in bytes, and no more than can
+    be used."""
+    memory = budget() if memory_gib is None else int(memory_gib * _GIB)
+    return max(0, min(memory // bytes_per_block, most_useful))
+
+
+def free_memory(device: str, gpu_memory_utilization: float) -> int:
+    """Bytes that are free on a device."""
+    if device == "cpu":
+        return available_memory()
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(total * (1 - gpu_memory_utilization)))
 
 
 def available_memory() -> int:

@@ -144,6 +144,7 @@ class ModelFiles:
                     **self._where,
                     **settings,
                     use_safetensors=True,
+                    device_map=None if device == "cpu" else {"": device},
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
@@ -159,7 +160,7 @@ class ModelFiles:
             ) from None
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise Fatal(f"{self.name}: can't load the weights: {error}") from None
-        return model.to(device).eval()
+        return model.to(device).eval()  # to() does nothing where the weights are there already
 
 
 def locate(name: str) -> ModelFiles:
@@ -186,11 +187,16 @@ def resolve_device(device: str) -> str:
     import torch
 
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {device}: torch sees no GPU on this machine")
+    if device.startswith("cuda") and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(
+            f"{name}: has no matrix units for bfloat16, which need compute capability 8.0; use --device cpu"
+        )
     return device
 
 

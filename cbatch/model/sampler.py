@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cbatch.model import ops
+from cbatch.model.batch import to_device
 from cbatch.rows.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ _SLACK = 1e-6  # how far float32 sums of probabilities may be from top_p
 
 
 def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
-    """logits [n, vocabulary], one row for each sequence -> token ids [n] int64, or INVALID_LOGITS."""
+    """logits [n, vocabulary], one row for each sequence -> token ids [n] int64, or INVALID_LOGITS.
+
+    On a GPU the draw is that of `kernels/sample.py`, whose random numbers are others, of the same streams.
+    """
+    if ops.uses_triton(logits):
+        return _sample_on_device(logits, sequences, eos_token_ids)
     logits = logits.float()
     valid = logits.amax(-1).isfinite()
     for row, seq in enumerate(sequences):
@@ -37,6 +44,24 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids:
         probs = filtered_probs(logits[drawn].nan_to_num(), params)
         tokens[drawn] = _draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
     return torch.where(valid, tokens, INVALID_LOGITS)
+
+
+def _sample_on_device(
+    logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]
+) -> torch.Tensor:
+    """`sample` without a wait for the device."""
+    from cbatch.kernels import sample as kernel
+
+    for row, seq in enumerate(sequences):
+        _penalize(logits[row], seq, eos_token_ids)
+    params = [seq.params for seq in sequences]
+    signed = [(seq.request.stream + 2**63) % 2**64 - 2**63 for seq in sequences]
+    top_k = [max(0, min(p.top_k, logits.shape[-1])) for p in params]
+    positions = [seq.num_completion_tokens for seq in sequences]
+    seeds, ks, at = to_device(logits.device, signed, top_k, positions)
+    values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+    floats = torch.tensor(values, dtype=torch.float32, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
+    return kernel.sample(logits, floats[0], ks.int(), floats[1], floats[2], seeds, at.int())
 
 
 def uniform(stream: int, position: int) -> float:

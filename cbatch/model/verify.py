@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from cbatch.errors import Fatal
 from cbatch.model.attention import NAME
-from cbatch.model.batch import Batch
+from cbatch.model.batch import single
 from cbatch.model.kv_cache import KVCache, LayerShape
 
 PROVEN = frozenset(
@@ -39,10 +39,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.06, torch.bfloat16: 0.3}  # 
 
 
 @torch.inference_mode()
-def verify(model: Any, layers: Sequence[LayerShape]) -> None:
+def verify(model: Any, layers: Mapping[int, LayerShape]) -> None:
     """Fatal if, on a short random prompt in two chunks, the logits differ from those of the model's eager attention."""
     name, text = type(model).__name__, model.config.get_text_config()
-    windows = [layer.window for layer in layers if layer.window]
+    windows = [layer.window for layer in layers.values() if layer.window]
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
     if getattr(text, "sliding_window", None) and slides and not windows:
         raise Fatal(f"{name}: its sliding window does not reach cbatch's attention; this model is not supported")
@@ -66,14 +66,14 @@ def verify(model: Any, layers: Sequence[LayerShape]) -> None:
         )
 
 
-def _paged_logits(model: Any, layers: Sequence[LayerShape], ids: torch.Tensor) -> torch.Tensor:
+def _paged_logits(model: Any, layers: Mapping[int, LayerShape], ids: torch.Tensor) -> torch.Tensor:
     num_blocks = -(-len(ids) // _BLOCK_SIZE)
     cache = KVCache(layers, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
     logits = []
     for first, stop in ((0, len(ids) - _LAST), (len(ids) - _LAST, len(ids))):
-        batch = _batch(ids, first, stop, num_blocks)
+        batch = single(first, stop, num_blocks, _BLOCK_SIZE, ids.device)
         out = model(
-            input_ids=batch.input_ids[None],
+            input_ids=ids[None, first:stop],
             position_ids=batch.positions[None],
             use_cache=False,
             logits_to_keep=batch.logits_indices,
@@ -82,21 +82,3 @@ def _paged_logits(model: Any, layers: Sequence[LayerShape], ids: torch.Tensor) -
         )
         logits.append(out.logits[0].float())
     return torch.cat(logits)
-
-
-def _batch(ids: torch.Tensor, first: int, stop: int, num_blocks: int) -> Batch:
-    """Tokens first:stop of one sequence whose blocks lie in the cache from back to front."""
-    table = torch.arange(num_blocks - 1, -1, -1, device=ids.device)
-    positions = torch.arange(first, stop, device=ids.device)
-    count = stop - first
-    return Batch(
-        ids[first:stop],
-        positions,
-        table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE,
-        table[None],
-        torch.tensor([0, count], device=ids.device),
-        torch.tensor([stop], device=ids.device),
-        torch.arange(count, device=ids.device),
-        ((0, count, stop),),
-        (),
-    )

@@ -1,0 +1,126 @@
+"""CUDA graphs of whole steps: recorded once for each size, then replayed in one launch.
+
+A step is padded to a bucket of tokens. A padding token has slot -1, so it is written nowhere, and belongs to no
+sequence, so attention neither reads nor writes for it; its row of the output is garbage that nobody looks at.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cbatch.model.batch import Batch
+
+Forward = Callable[[Batch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor  # [num_seqs of the bucket, vocabulary], overwritten by each replay
+
+
+_LARGEST = 1024  # tokens; a larger step computes for longer than it takes to launch, and padding would cost more
+
+
+class StepGraphs:
+    """Runs `forward` (batch -> logits of `batch.logits_indices`) through graphs, recorded when first needed."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        max_seq_len: int,
+        device: torch.device,
+    ) -> None:
+        self._forward, self._max_seq_len, self._device = forward, max_seq_len, device
+        self._max_num_seqs = max_num_seqs
+        self._decode_buckets = buckets(max_num_seqs)
+        self._mixed_buckets = [size for size in buckets(min(max_num_tokens, _LARGEST)) if size >= 64] or [
+            max_num_tokens
+        ]
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        tokens = max(self._decode_buckets[-1], self._mixed_buckets[-1])
+        self._ids, self._positions, self._slots = zeros(tokens), zeros(tokens), zeros(tokens)
+        self._tables = zeros(max_num_seqs, max_blocks)
+        self._cu_seqlens_q, self._seq_lens, self._indices = (
+            zeros(max_num_seqs + 1),
+            zeros(max_num_seqs),
+            zeros(max_num_seqs),
+        )
+        self._recorded: dict[tuple[int, bool], Recorded] = {}
+        self._pool: Any = None
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The logits [num_sampled, vocabulary] of a step; valid until the next run."""
+        decode = batch.max_seqlen_q == 1
+        if not decode and len(batch.input_ids) > self._mixed_buckets[-1]:
+            return self._forward(batch)
+        sizes = self._decode_buckets if decode else self._mixed_buckets
+        size = sizes[bisect_left(sizes, len(batch.input_ids))]
+        self._fill(batch, size)
+        if (size, decode) not in self._recorded:
+            self._recorded[size, decode] = self._record(size, decode)
+        recorded = self._recorded[size, decode]
+        recorded.graph.replay()
+        return recorded.logits[: len(batch.logits_indices)]
+
+    def _fill(self, batch: Batch, size: int) -> None:
+        """Copy a batch into the buffers that the graphs read, and pad it."""
+        num_tokens, num_seqs = len(batch.input_ids), len(batch.seq_lens)
+        for buffer, values, padding in (
+            (self._ids[:size], batch.input_ids, 0),
+            (self._positions[:size], batch.positions, 0),
+            (self._slots[:size], batch.slot_mapping, -1),
+            (self._seq_lens, batch.seq_lens, 0),
+            (self._indices, batch.logits_indices, 0),
+            (self._cu_seqlens_q, batch.cu_seqlens_q, num_tokens if num_seqs else 0),
+        ):
+            buffer[: len(values)].copy_(values)
+            buffer[len(values) :].fill_(padding)
+        self._tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+
+    def _record(self, size: int, decode: bool) -> Recorded:
+        batch = self._static_batch(size, decode)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # a run outside the graph compiles the kernels and fills the libraries' caches
+            self._forward(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._forward(batch)
+        self._pool = self._pool or graph.pool()
+        return Recorded(graph, logits)
+
+    def _static_batch(self, size: int, decode: bool) -> Batch:
+        num_seqs = min(size, self._max_num_seqs)
+        longest = (0, 1 if decode else size, self._max_seq_len)
+        return Batch(
+            self._ids[:size],
+            self._positions[:size],
+            self._slots[:size],
+            self._tables[:num_seqs],
+            self._cu_seqlens_q[: num_seqs + 1],
+            self._seq_lens[:num_seqs],
+            self._indices[:num_seqs],
+            (longest,),
+            (),
+        )
+
+
+def buckets(largest: int) -> list[int]:
+    """Sizes that steps are padded to: 1, 2, 4, then multiples of 8 up to 64, then about an eighth more each."""
+    sizes = [1, 2, 4, *range(8, 65, 8)]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(16, 1 << (sizes[-1].bit_length() - 3)))
+    return [size for size in sizes if size < largest] + [largest]

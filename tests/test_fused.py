@@ -1,0 +1,79 @@
+"""Fused modules take the place of a model's own only where they compute the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import tests.interpreter  # noqa: F401
+from cbatch.model import ops
+from cbatch.model.attention import layer_shapes
+from cbatch.model.fused import substitute
+from tests.drive import make_engine, make_request, run
+from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
+    "llama": ("LlamaConfig", {}, {"RMSNorm": 5, "Attention": 2, "MLP": 2}),
+    "qwen2": ("Qwen2Config", {}, {"RMSNorm": 5, "Attention": 2, "MLP": 2}),
+    "qwen3": ("Qwen3Config", {}, {"RMSNorm": 9, "Attention": 2, "MLP": 2}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 8}, {"RMSNorm": 9, "Attention": 2, "MLP": 2}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8}, {"RMSNorm": 13, "Attention": 2, "MLP": 2}),
+    "phi3": ("Phi3Config", {}, {"RMSNorm": 5, "MLP": 2}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}, {"RMSNorm": 5, "Attention": 2, "Experts": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
+        {"RMSNorm": 9, "Attention": 2, "Experts": 2},
+    ),
+    # Every fourth layer does not rotate, and the norm of OLMo 2 spans all heads: these keep their own attention.
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}, {"RMSNorm": 9, "Attention": 3, "MLP": 4}),
+    "olmo2": ("Olmo2Config", {}, {"RMSNorm": 9, "MLP": 2}),
+}
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(ops, "interpreted", request.param == "triton")
+    return str(request.param)
+
+
+def config_of(family: str) -> Any:
+    kind, settings, _ = FAMILIES[family]
+    return make_config(getattr(transformers, kind), **settings)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_generates_what_transformers_does(family: str, kernels: str) -> None:
+    config = config_of(family)
+    model, own = make_model(config, "cbatch"), make_model(config, "eager")
+    assert substitute(model, layer_shapes(model)) == FAMILIES[family][2]
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 7, 30] if kernels == "torch" else [9]
+    requests = [
+        make_request(n, torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), max_tokens=6)
+        for n, length in enumerate(lengths)
+    ]
+    engine = make_engine(model, budget=16, max_num_seqs=3)
+    for one, done in zip(requests, run(engine, requests), strict=True):
+        assert list(done.token_ids) == generate(own, one.token_ids, 6)
+
+
+def test_a_module_with_a_twist_keeps_its_own_arithmetic() -> None:
+    model = make_model(make_config(), "cbatch")
+    norm, mlp = model.model.layers[0].input_layernorm, model.model.layers[1].mlp
+    forward_norm, forward_mlp = norm.forward, mlp.forward
+    norm.forward = lambda x: forward_norm(x) * 1.01
+    mlp.forward = lambda x: forward_mlp(x) + 0.5
+    assert substitute(model, layer_shapes(model)) == {"RMSNorm": 4, "Attention": 2, "MLP": 1}
+    assert model.model.layers[0].input_layernorm is norm
+    assert model.model.layers[1].mlp is mlp
+
+
+def test_merged_weights_are_not_kept_twice() -> None:
+    model = make_model(make_config(), "cbatch")
+    before = sum(weight.numel() for weight in model.parameters())
+    substitute(model, layer_shapes(model))
+    assert sum(weight.numel() for weight in model.parameters()) == before
