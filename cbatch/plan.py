@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _FIRST_ROWS = 20  # looked at before anything is loaded
 
 
+def check_settings(config: RunConfig) -> None:
+    """UsageError if settings contradict each other across panels."""
+    if config.output.retry_failed and (config.input.skip or config.input.limit is not None):
+        raise UsageError("--retry-failed runs all rows again that failed; it can't be combined with --skip or --limit")
+
+
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:
     """UsageError if none of a file's first rows holds a prompt, or if their columns collide with those added."""
     for source in sources:

@@ -24,7 +24,7 @@ from cbatch.config import RunConfig
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.feed import Feed
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.reader import UNKNOWN_DIGEST, read, resolve
+from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read, resolve
 from cbatch.rows.request import Completion, Request, Row
 from cbatch.rows.target import Target
 from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
@@ -71,6 +71,7 @@ class Job:
         self.config, self.stats, self.progress, self.stdout = config, stats, progress, stdout
         self.target = Target(config.output)
         self.sources = resolve(config.input.inputs, exclude=self.target.path)
+        self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
         self.engine: Engine | None = None
         self.stopping = False
 
@@ -89,6 +90,7 @@ class Job:
     def _run(self) -> int:
         from cbatch.model.loader import locate, resolve_device
 
+        plan.check_settings(self.config)
         plan.check_first_rows(self.sources, self.config, self.target.shape)
         resolve_device(self.config.engine.device)
         self.progress.doing = f"looking for {self.config.engine.model}"
@@ -119,7 +121,7 @@ class Job:
             writer.put(completion)
             self.stats.finished(completion)
 
-        rows = read(self.sources, config.input.skip, config.input.limit)
+        rows = read(self.sources, config.input.skip, config.input.limit, passed=builder.skip)
         feed = Feed(rows, self._requests(builder, done), deliver, _AHEAD)
         self._count_rows()
         try:
@@ -132,31 +134,34 @@ class Job:
                 if shards:
                     shards.close()
         finished = not self.stopping
-        if shards and finished:
+        if journal and shards and finished:
             shards.finish()
+            journal.begin(self.settings)  # a retry may have had a mended input
         return self._report(journal, finished)
 
     def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
         """Start a job, or go on with one under the seed it drew; what is done."""
+        from cbatch.rows.journal import Done
+
         output = self.config.output
         for source in self.sources:
             if source.kind != "dataset" and source.name != "-" and shards.holds(Path(source.name)):
                 raise UsageError(f"{source.name}: is an input, and the output would replace it; name another output")
-        if output.overwrite:
-            shards.remove()
-        earlier = journal.manifest
+        earlier = None if output.overwrite else journal.manifest
         if earlier and self.config.sampling.seed is None:
             builder.reseed(earlier["seed"])
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
-        settings = plan.settings(self.config, builder, files, self.sources) | layout
-        if not shards.exists():
-            journal.begin(settings)
+        self.settings = plan.settings(self.config, builder, files, self.sources) | layout
+        if output.overwrite:
+            shards.replace(self.settings)
+        elif not shards.exists():
+            journal.begin(self.settings)
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
         else:
-            journal.resume(settings, may_differ=("input sizes",) if output.retry_failed else ())
+            journal.resume(self.settings, may_differ=("input sizes",) if output.retry_failed else ())
         journal.forget_summary()
-        done = shards.resume(output.retry_failed)
+        done = Done(len(self.sources)) if output.overwrite else shards.resume(output.retry_failed)
         self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
 
@@ -167,7 +172,9 @@ class Job:
         def build(row: Row) -> Request | None:
             digest = done.digest(index_of[row.source], row.row) if done else 0
             if digest:
-                if UNKNOWN_DIGEST not in (digest, row.digest) and digest != row.digest:
+                if row.digest == BROKEN_DIGEST != digest:
+                    raise Fatal(f"{row.problem}. Rows from here on were read before; restore the input to go on.")
+                if digest not in (UNKNOWN_DIGEST, row.digest):
                     raise Fatal(
                         f"{row.where}: this row has changed since it was completed. Use the same input, another "
                         "output, or --overwrite to start anew."
@@ -206,8 +213,8 @@ class Job:
             f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "
             f"up to {engine.scheduler.max_num_seqs} sequences, KV cache for {tokens:,} tokens"
         )
-        if engine.max_model_len < builder.max_model_len:
-            text += f"; the KV cache limits a row to {engine.max_model_len:,} tokens"
+        if engine.capacity < engine.max_model_len:
+            text += f", so no row can be longer, though the context is {engine.max_model_len:,}"
         if not engine.eos_token_ids:
             text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
         return text

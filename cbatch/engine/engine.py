@@ -44,7 +44,8 @@ class Engine:
     ) -> None:
         """`depth`: launched steps whose tokens the host has not waited for yet, 0 or 1."""
         self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
-        self.max_model_len = min(max_model_len, scheduler.pool.num_blocks * scheduler.pool.block_size)
+        self.max_model_len = max_model_len
+        self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or RunStats()
         self.stopping = False
         self.depth = depth
@@ -100,7 +101,12 @@ class Engine:
             try:
                 self.scheduler.add(self._sequence(request))
             except RowError as error:
-                yield Completion(request.row, num_prompt_tokens=len(request.token_ids), chat=request.chat, error=error)
+                yield Completion(
+                    request.row,
+                    num_prompt_tokens=len(request.token_ids),
+                    chat=request.chat,
+                    error=RowError(error.kind, f"{request.row.where}: {error}"),
+                )
 
     def _sequence(self, request: Request) -> Sequence:
         num_prompt_tokens = len(request.token_ids)
@@ -109,7 +115,9 @@ class Engine:
                 "prompt_too_long",
                 f"the prompt has {num_prompt_tokens} tokens; with one to generate, {self.max_model_len} fit",
             )
-        max_len = min(num_prompt_tokens + request.params.max_tokens, self.max_model_len)
+        if num_prompt_tokens >= self.capacity:
+            raise RowError("kv_cache_too_small", f"the prompt has {num_prompt_tokens} tokens; {self._room()}")
+        max_len = min(self._longest(request), self.capacity)
         stop, min_tokens = request.params.stop, request.params.min_tokens
         stop_finder = StopFinder(self.decode, stop, min_tokens) if stop else None
         return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
@@ -141,13 +149,25 @@ class Engine:
         seq.learn(token)
         if seq.stop_finder and seq.stop_finder.add(token):
             return self._end(seq, "stop")
-        return self._end(seq, "length") if seq.num_known_tokens == seq.max_len else None
+        if seq.num_known_tokens < seq.max_len:
+            return None
+        if seq.max_len < self._longest(seq.request):  # with more memory it would go on
+            return self._end(seq, error=RowError("kv_cache_too_small", f"the row has outgrown it; {self._room()}"))
+        return self._end(seq, "length")
+
+    def _longest(self, request: Request) -> int:
+        return min(len(request.token_ids) + request.params.max_tokens, self.max_model_len)
+
+    def _room(self) -> str:
+        return f"the KV cache holds {self.capacity}: see --kv-cache-memory"
 
     def _end(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
         """The completion of a sequence that has ended; it leaves the batch."""
         self.scheduler.pool.remember(seq)
         seq.end()
         self.scheduler.finish(seq)
+        if error:
+            error = RowError(error.kind, f"{seq.request.row.where}: {error}")
         return self._completion(seq, finish_reason, error)
 
     def _completion(self, seq: Sequence, finish_reason: str, error: RowError | None) -> Completion:

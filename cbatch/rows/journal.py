@@ -19,6 +19,8 @@ import errno
 import fcntl
 import json
 import os
+import struct
+import zlib
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ ENTRY = np.dtype([("row", "<u8"), ("source", "<u4"), ("digest", "<u4"), ("failed
 Entry = tuple[int, int, int, bool]
 Entries = npt.NDArray[np.void]  # of dtype ENTRY
 
-_HEADER = 16  # bytes: the size of the finished shard, 0 while it is not finished
+_HEADER = struct.Struct("<QII")  # of a finished shard: its size in bytes, number and checksum of the entries; else 0
 
 
 class Done:
@@ -84,7 +86,9 @@ class Journal:
     def manifest(self) -> dict[str, Any] | None:
         """The settings of the job that wrote here, None if there was none."""
         try:
-            settings: dict[str, Any] = json.loads((self.state / "manifest.json").read_text())
+            settings = json.loads((self.state / "manifest.json").read_text())
+            if not isinstance(settings, dict):
+                raise ValueError("not an object")
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -109,8 +113,6 @@ class Journal:
                 + "\n".join(differences)
                 + "\nUse the same settings to go on, another output, or --overwrite to start anew."
             )
-        if settings != earlier:
-            self.begin(settings)
 
     def write_summary(self, figures: dict[str, Any]) -> None:
         write_atomically(self.state / "summary.json", json.dumps(figures, indent=2) + "\n")
@@ -134,30 +136,30 @@ class IndexFile:
         if not self.path.exists():
             return None
         content = self.path.read_bytes()
-        if len(content) < _HEADER or (shard_size is not None and _size(content) != shard_size):
+        header, entries = content[: _HEADER.size], content[_HEADER.size :]
+        if len(header) < _HEADER.size or (shard_size is not None and header != _header(shard_size, entries)):
             return None
-        return np.frombuffer(content, ENTRY, (len(content) - _HEADER) // ENTRY.itemsize, _HEADER)
+        return np.frombuffer(entries, ENTRY, len(entries) // ENTRY.itemsize)
 
     def write(self, entries: Entries, shard_size: int = 0) -> None:
         """Replace the whole index."""
-        write_atomically(self.path, _header(shard_size) + entries.tobytes())
+        content = entries.tobytes()
+        write_atomically(self.path, (_header(shard_size, content) if shard_size else bytes(_HEADER.size)) + content)
 
     def finish(self, shard_size: int) -> None:
-        """Note the size of the finished shard."""
+        """Note the size of the finished shard, and what shows whether the index is whole."""
         with self.path.open("r+b") as file:
-            file.write(_header(shard_size))
+            header = _header(shard_size, file.read()[_HEADER.size :])
+            file.seek(0)
+            file.write(header)
 
 
 def as_entries(entries: Iterable[Entry]) -> Entries:
     return np.fromiter(entries, ENTRY)
 
 
-def _header(size: int) -> bytes:
-    return size.to_bytes(_HEADER, "little")
-
-
-def _size(content: bytes) -> int:
-    return int.from_bytes(content[:_HEADER], "little")
+def _header(shard_size: int, entries: bytes) -> bytes:
+    return _HEADER.pack(shard_size, len(entries) // ENTRY.itemsize, zlib.crc32(entries))
 
 
 def repair(path: Path, shape: RecordShape) -> None:

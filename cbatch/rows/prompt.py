@@ -142,7 +142,10 @@ class PromptBuilder:
         return self._encode(text, add_special_tokens=False)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        try:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except Exception as error:  # such as half a surrogate pair that a template made
+            raise RowError("invalid_prompt", f"can't be tokenized: {error}") from None
         return ids
 
     def _truncated(self, token_ids: list[int], max_tokens: int) -> list[int]:
@@ -227,8 +230,8 @@ def _text_part(part: Any) -> str:
 
 def _openai_body(data: dict[str, Any]) -> tuple[Any, Any]:
     """The prompt and the sampling parameters of an OpenAI batch request."""
-    body, url = data["body"], data.get("url", "/v1/chat/completions")
-    if not isinstance(body, dict) or str(url) not in _OPENAI_URLS or data.get("method", "POST") != "POST":
+    body, url = data["body"], data.get("url") or "/v1/chat/completions"
+    if not isinstance(body, dict) or str(url) not in _OPENAI_URLS or (data.get("method") or "POST") != "POST":
         raise RowError(
             "invalid_request", f"cbatch answers POST to {' and '.join(_OPENAI_URLS)} with a body, not {url!r:.80}"
         )

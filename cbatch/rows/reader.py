@@ -15,7 +15,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from cbatch.errors import RowError, UsageError
 from cbatch.rows.request import Row
 
 UNKNOWN_DIGEST = 1  # of a row whose content was not recorded
+BROKEN_DIGEST = 2  # of the row that stands for the unreadable rest of a source
 
 _MAX_LINE = 256 * 1024**2  # bytes
 _MAX_NESTING = 200  # levels; far from where Python's recursion limit would end the job, in whichever thread
@@ -53,7 +54,7 @@ class Source:
                 number = row.row + 1
         except Exception as error:  # files, Arrow and the Hub's streams raise what they like
             problem = RowError("read_error", f"{self.name}: can't be read on from here: {_one_line(error)}")
-            yield Row(self.name, number, self.name, {}, UNKNOWN_DIGEST, problem)
+            yield Row(self.name, number, self.name, {}, BROKEN_DIGEST, problem)
 
     def count(self) -> int | None:
         """The number of rows if it can be told without parsing them; blank lines are counted."""
@@ -93,10 +94,19 @@ def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     return sources
 
 
-def read(sources: Sequence[Source], skip: int = 0, limit: int | None = None) -> Iterator[Row]:
-    """The rows of all sources, one after the other."""
+def read(
+    sources: Sequence[Source], skip: int = 0, limit: int | None = None, passed: Callable[[Row], None] | None = None
+) -> Iterator[Row]:
+    """The rows of all sources, one after the other, without the first `skip`, which go to `passed`.
+
+    That a source can't be read on is told wherever it happens.
+    """
     rows = (row for source in sources for row in source.rows())
-    return islice(rows, skip, None if limit is None else skip + limit)
+    for index, row in enumerate(islice(rows, None if limit is None else skip + limit)):
+        if index >= skip or row.digest == BROKEN_DIGEST:
+            yield row
+        elif passed:
+            passed(row)
 
 
 def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
@@ -380,7 +390,7 @@ def plain(value: Any) -> Any:
 
 
 def _digest(content: bytes) -> int:
-    return max(zlib.crc32(content), UNKNOWN_DIGEST + 1)
+    return max(zlib.crc32(content), BROKEN_DIGEST + 1)
 
 
 def _arrow_error() -> type[Exception]:

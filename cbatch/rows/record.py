@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,7 @@ def dumps(value: Any) -> str:
 def _openai_record(completion: Completion, prefix: str) -> dict[str, Any]:
     """A line of an OpenAI batch output file, with the place of the request added."""
     row, response, error = completion.row, None, None
-    ident = f"{row.digest:08x}-{row.row}"
+    ident = f"{zlib.crc32(row.source.encode(errors='replace')):08x}-{row.row}"
     if completion.error:
         error = {"code": completion.error.kind, "message": str(completion.error)}
     else:

@@ -52,6 +52,7 @@ class Shards:
         self._num_rows = 0  # in the growing shard
         self._drop_failed = False  # when the growing file is made from the final ones
         self._file = self._index = -1
+        self._replacement: dict[str, Any] | None = None
 
     def resume(self, retry_failed: bool) -> Done:
         """Find out what is done. With `retry_failed`, rows that failed are not, and their records go away."""
@@ -80,6 +81,7 @@ class Shards:
 
     def append(self, records: Sequence[tuple[dict[str, Any], Entry]]) -> None:
         """Write records and have them survive the death of this process."""
+        self._replace_now()
         rest = list(records)
         while rest:
             if self._file < 0:
@@ -100,6 +102,7 @@ class Shards:
 
     def finish(self) -> None:
         """The job has ended: publish what is not published yet; an empty output if there was no row at all."""
+        self._replace_now()
         if self._file < 0 and (self._growing_files() or not self._final_files()):
             self._open()
         if self._file >= 0:
@@ -116,15 +119,26 @@ class Shards:
         """Whether there is any record of this output, published or not."""
         return bool(self._final_files() or self._growing_files())
 
+    def replace(self, settings: dict[str, Any]) -> None:
+        """Start anew (`--overwrite`) with the first record: until then, what an earlier job left here stays."""
+        self._replacement = settings
+
+    def _replace_now(self) -> None:
+        if self._replacement is not None:
+            self.remove()
+            self.journal.begin(self._replacement)
+            self._replacement = None
+
     def remove(self) -> None:
-        """Throw away everything that a job left here (`--overwrite`)."""
+        """Throw away everything that a job left here."""
         for path in [*self._final_files().values(), *self.journal.state.glob("part-*")]:
             path.unlink()
         (self.journal.state / "manifest.json").unlink(missing_ok=True)
 
     def holds(self, path: Path) -> bool:
-        """Whether this is one of the published files."""
-        return any(path.samefile(final) for final in self._final_files().values())
+        """Whether this is one of the published files, or lies in the state folder."""
+        published = any(path.samefile(final) for final in self._final_files().values())
+        return published or path.resolve().is_relative_to(self.journal.state.resolve())
 
     # Names
 
@@ -150,7 +164,7 @@ class Shards:
     def _entries_of_final(self, number: int, path: Path) -> Entries:
         index = self._index_file(number)
         entries = index.read(path.stat().st_size)
-        if entries is None:
+        if entries is None or (entries["source"] >= len(self.source_names)).any():
             keys = (self.shape.key(record) for record in self._records(path))
             entries = as_entries(self.entry(*key, UNKNOWN_DIGEST) for key in keys)
             index.write(entries, path.stat().st_size)
