@@ -25,6 +25,7 @@ _PANELS: dict[str, tuple[str, type]] = {
     "output": ("Output", OutputConfig),
     "display": ("Display", DisplayConfig),
 }
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 _INPUTS_HELP = "Files, folders, patterns, hf://NAME?split=S, or - for standard input."
 
 app = typer.Typer(
@@ -116,12 +117,13 @@ def _option(one: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
     if kind is bool and "/" not in flags:
         flags = f"{flags}/--no-{flags[2:]}" if one.default else flags
     names = flags.split("/") if kind is not bool and type(None) not in get_args(kind) else [flags]
-    choices = "|".join(one.metadata.get("choices") or ())
+    choices = ", ".join(one.metadata.get("choices") or ())
+    kinds = set(get_args(kind) or (kind,)) - {type(None)}
     option = typer.Option(
         *names,
-        help=one.metadata["help"],
+        help=one.metadata["help"] + (f" ({choices})" if choices else ""),
         rich_help_panel=panel,
-        metavar=choices or None,
+        metavar=_METAVARS.get(kinds.pop()),  # short, so that the names of the flags fit beside them
         show_default=default is not None and default != "" and default != [],
     )
     return _parameter(one.name, Annotated[kind, option], default)

@@ -61,11 +61,11 @@ class PromptConfig(Checked):
     chat: bool | None = option(
         None,
         "Send a text prompt as a user message through the model's chat template, or as raw text. "
-        "[default: chat if the model has a chat template]",
+        "(default: chat if the model has a chat template)",
         flags="--chat/--raw",
     )
     max_model_len: int | None = option(
-        None, "Longest prompt plus completion, in tokens. [default: the model's context]", at_least=2
+        None, "Longest prompt plus completion, in tokens. (default: the model's context)", at_least=2
     )
     truncate: str | None = option(
         None,
@@ -103,16 +103,16 @@ class EngineConfig(Checked):
         choices=("continuous", "static", "dynamic"),
     )
     max_num_seqs: int | None = option(
-        None, "Most sequences in one step. [default: 128 on a CPU, 256 on a GPU]", at_least=1
+        None, "Most sequences in one step. (default: 128 on a CPU, 256 on a GPU)", at_least=1
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "Most tokens in one step, decodes and prompt slices together. [default: 512 on a CPU, 8192 on a GPU]",
+        "Most tokens in one step, decodes and prompt slices together. (default: 512 on a CPU, 8192 on a GPU)",
         at_least=1,
     )
     block_size: int = option(32, "Tokens in a block of the KV cache.", at_least=1)
     kv_cache_memory: float | None = option(
-        None, "Memory for the KV cache, in GiB. [default: half of what is free on a CPU]", at_least=0
+        None, "Memory for the KV cache, in GiB. (default: half of what is free on a CPU)", at_least=0
     )
     gpu_memory_utilization: float = option(
         0.9, "Share of GPU memory for weights, KV cache and work space.", at_least=0, at_most=1
@@ -123,7 +123,7 @@ class EngineConfig(Checked):
         "Record the steps on a GPU as CUDA graphs, which spares the time of launching them.",
         choices=("on", "off"),
     )
-    threads: int | None = option(None, "CPU threads. [default: the CPUs this process may use]", at_least=1)
+    threads: int | None = option(None, "CPU threads. (default: the CPUs this process may use)", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class OutputConfig(Checked):
         "", "Folder of shards, or one .jsonl or .parquet file, or - for standard output.", flags="--output/-o"
     )
     format: str | None = option(
-        None, "Format of the output. [default: by OUT's suffix, else jsonl]", choices=("jsonl", "parquet")
+        None, "Format of the output. (default: by OUT's suffix, else jsonl)", choices=("jsonl", "parquet")
     )
     shard_rows: int = option(50_000, "Rows in a shard of an output folder.", at_least=1)
     ordered: bool = option(False, "Write the output in input order when the job ends, not as rows finish.")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.config import RunConfig
 from cbatch.errors import RowError, UsageError
-from cbatch.rows.prompt import PromptBuilder, template_text
+from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
 from cbatch.rows.reader import Source
 from cbatch.rows.record import RecordShape
-from cbatch.rows.request import SamplingParams
+from cbatch.rows.request import Row, SamplingParams
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
@@ -33,8 +33,10 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
         if source.name == "-" or (source.kind == "dataset" and source.size is None):
             continue
         rows = [row for row in islice(source.rows(), _FIRST_ROWS) if not row.problem]
-        names = {config.prompt.prompt_column, "messages", "token_ids", "body"}
-        if rows and not config.prompt.template and not any(names & row.data.keys() for row in rows):
+        if rows and config.prompt.template:
+            check_template(config.prompt.template, rows)
+        names = {config.prompt.prompt_column, "messages", "token_ids"}
+        if rows and not config.prompt.template and not any(names & row.data.keys() or row.is_openai for row in rows):
             columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
             raise UsageError(
                 f"{source.name}: no column {config.prompt.prompt_column!r}, 'messages' or 'token_ids'. "
@@ -45,6 +47,18 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
                 shape.check(row)
             except RowError as error:
                 raise UsageError(str(error)) from None
+
+
+def check_template(template: str, rows: Sequence[Row]) -> None:
+    """UsageError if the template fails on all of these rows, which is more likely its fault than theirs."""
+    compiled, errors = compiled_template(template), []
+    for row in rows:
+        try:
+            compiled.render(row.data)
+        except Exception as error:  # whatever a template raises
+            errors.append(f"{row.where}: {error}. Columns: {', '.join(row.data)}.")
+    if len(errors) == len(rows):
+        raise UsageError(f"--template fails on {errors[0]}")
 
 
 def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 OK, FATAL, USAGE, SOME_FAILED, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 75, 141
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SHOWN_ERRORS = 3
 _AHEAD = 512  # requests that may wait between the reader and the engine
 
 
@@ -69,6 +70,7 @@ class Job:
 
     def __init__(self, config: RunConfig, stats: RunStats, progress: Progress, stdout: Any = None) -> None:
         self.config, self.stats, self.progress, self.stdout = config, stats, progress, stdout
+        progress.doing = "opening the input"
         self.target = Target(config.output)
         self.sources = resolve(config.input.inputs, exclude=self.target.path)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
@@ -120,6 +122,8 @@ class Job:
         def deliver(completion: Completion) -> None:
             writer.put(completion)
             self.stats.finished(completion)
+            if completion.error and self.stats.rows_failed <= _SHOWN_ERRORS:
+                self.progress.note(f"{completion.error.kind}: {completion.error}")
 
         rows = read(self.sources, config.input.skip, config.input.limit, passed=builder.skip)
         feed = Feed(rows, self._requests(builder, done), deliver, _AHEAD)
@@ -158,10 +162,12 @@ class Job:
             journal.begin(self.settings)
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
-        else:
+        elif shards.has_completions():
             journal.resume(self.settings, may_differ=("input sizes",) if output.retry_failed else ())
+        elif earlier != self.settings:  # nothing was completed under the other settings
+            shards.replace(self.settings)
         journal.forget_summary()
-        done = Done(len(self.sources)) if output.overwrite else shards.resume(output.retry_failed)
+        done = Done(len(self.sources)) if shards.starts_anew else shards.resume(output.retry_failed)
         self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
         return done
 
@@ -247,7 +253,7 @@ class Job:
         figures = report.summary(stats, finished, **limits)
         if journal:
             journal.write_summary(figures)
-        self.progress.end(figures)
+        self.progress.end(figures, str(self.target.path or "standard output"))
         if not finished:
             if journal:
                 self.progress.note("Everything finished is on disk; run the same command again to go on.")
@@ -256,6 +262,7 @@ class Job:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self.stopping:
+            self.progress.abandon()
             os._exit(128 + number)
         self.stopping = True
         if self.engine is None:

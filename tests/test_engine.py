@@ -110,18 +110,21 @@ def test_a_prompt_larger_than_the_pool_costs_only_its_own_row(kind: str) -> None
     for request, completion in zip(requests, completions, strict=True):
         if request.row.row == 1:
             assert completion.error is not None
-            assert (completion.error.kind, completion.text, completion.token_ids) == ("prompt_too_long", None, ())
-            assert "42 tokens" in str(completion.error)
-            assert "32 fit" in str(completion.error)
+            assert (completion.error.kind, completion.text, completion.token_ids) == ("kv_cache_too_small", None, ())
+            assert "row 1: the prompt has 42 tokens" in str(completion.error)
+            assert "holds 32" in str(completion.error)
         else:
             assert list(completion.token_ids) == greedy(request.token_ids, 4)
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static", "dynamic"])
-def test_a_completion_that_outgrows_the_pool_ends_by_length(kind: str) -> None:
+def test_a_completion_that_outgrows_the_pool_is_an_error_and_not_cut_short(kind: str) -> None:
+    """Less memory may cost a row, which can be tried again; it never changes one."""
     completion = one(make_request(0, prompt(20), max_tokens=100), num_blocks=8, kind=kind)
-    assert completion.finish_reason == "length"
-    assert list(completion.token_ids) == greedy(prompt(20), 12)
+    assert completion.error is not None
+    assert (completion.error.kind, completion.text) == ("kv_cache_too_small", None)
+    fits = one(make_request(0, prompt(20), max_tokens=12), num_blocks=8, kind=kind)
+    assert (fits.finish_reason, list(fits.token_ids)) == ("length", greedy(prompt(20), 12))
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static", "dynamic"])

@@ -45,7 +45,7 @@ def test_the_figures_add_up() -> None:
 
 
 def test_the_text_says_what_matters() -> None:
-    text = report.text(report.summary(stats_of_a_run(), True, bytes_per_second=2e10, flops=1e12))
+    text = report.text(report.summary(stats_of_a_run(), True, bytes_per_second=2e10, flops=1e12), "out")
     for part in (
         "Done: 8 completed, 2 failed (2 empty_prompt), 2 done earlier",
         "800 prompt (100 from the prefix cache), 400 completion; 5 completion tokens/s; 25% of rows ended",
@@ -59,22 +59,22 @@ def test_the_text_says_what_matters() -> None:
 def test_a_run_without_ceilings_claims_no_utilisation() -> None:
     figures = report.summary(stats_of_a_run(), False)
     assert figures["mbu"] is figures["mfu"] is None
-    assert report.text(figures).startswith("Interrupted: ")
-    assert "MBU" not in report.text(figures)
+    assert report.text(figures, "out").startswith("Interrupted: ")
+    assert "MBU" not in report.text(figures, "out")
 
 
 def test_a_run_with_nothing_to_do_has_a_summary_too() -> None:
     figures = report.summary(RunStats(rows_total=0), True, bytes_per_second=1.0, flops=1.0)
     json.dumps(figures, allow_nan=False)
     assert figures["time_to_first_token"] == {"p50": None, "p90": None, "p99": None}
-    assert report.text(figures).startswith("Done: 0 completed, 0 failed in 0.0 s.")
-    assert "\n" not in report.text(figures)
+    assert report.text(figures, "out").startswith("Done: 0 completed, 0 failed in 0.0 s. Output: out")
+    assert "\n" not in report.text(figures, "out")
 
 
 def test_a_run_of_nothing_but_failures_has_a_summary_too() -> None:
     stats = RunStats(rows_total=1, steps=1, occupancy=1, busy_seconds=0.1)
     stats.finished(Completion(Row("prompts", 0, "row", {}, 1), error=RowError("invalid_logits", "no")))
-    assert "1 failed (1 invalid_logits)" in report.text(report.summary(stats, True))
+    assert "1 failed (1 invalid_logits)" in report.text(report.summary(stats, True), "out")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import multiprocessing
@@ -450,6 +451,128 @@ def test_an_output_beside_the_input_is_fine(job: Callable[..., int]) -> None:
     assert row_numbers("work/out") == row_numbers("work") == [0, 1, 2]
 
 
+def damaged_gzip(name: str, num_rows: int) -> int:
+    """A gzip file of rows that breaks off; how many can be read."""
+    rows = b"".join(json.dumps(prompt(row)).encode() + b"\n" for row in range(num_rows))
+    Path(name).write_bytes(gzip.compress(rows)[:-400])
+    readable = 0
+    try:
+        with gzip.open(name) as file:
+            for _ in file:
+                readable += 1
+    except EOFError:
+        return readable
+    raise AssertionError("it can be read to its end")
+
+
+def test_an_input_that_breaks_off_is_told_and_never_taken_for_done(job: Callable[..., int]) -> None:
+    readable = damaged_gzip("in.jsonl.gz", 300)
+    assert 20 < readable < 300
+    assert job("in.jsonl.gz") == SOME_FAILED
+    assert [(record["row"], record["error_kind"]) for record in records() if record["error"]] == [
+        (readable, "read_error")
+    ]
+    assert job("in.jsonl.gz") == SOME_FAILED  # nothing is left to do, and that is still wrong
+    assert row_numbers() == list(range(readable + 1))
+    assert job("in.jsonl.gz", output="skipped", skip=readable + 50) == SOME_FAILED
+    assert [record["error_kind"] for record in records("skipped")] == ["read_error"]
+
+
+def test_an_input_that_breaks_off_before_rows_that_are_done_ends_the_job(job: Callable[..., int]) -> None:
+    whole = b"".join(json.dumps(prompt(row)).encode() + b"\n" for row in range(300))
+    Path("in.jsonl.gz").write_bytes(gzip.compress(whole))
+    assert job("in.jsonl.gz", limit=250) == OK
+    content = bytearray(Path("in.jsonl.gz").read_bytes())
+    content[len(content) // 3 : len(content) // 3 + 30] = bytes(30)
+    Path("in.jsonl.gz").write_bytes(content)
+    with pytest.raises(Fatal, match="Rows from here on were read before"):
+        job("in.jsonl.gz")
+
+
+def test_a_retry_of_a_part_is_refused(job: Callable[..., int]) -> None:
+    write_input(8, bad=(3, 7))
+    assert job() == SOME_FAILED
+    for part in ({"limit": 4}, {"skip": 5}):
+        with pytest.raises(UsageError, match="--retry-failed"):
+            job(retry_failed=True, **part)
+    assert row_numbers() == list(range(8))
+
+
+def test_a_refused_retry_changes_nothing(job: Callable[..., int]) -> None:
+    write_input(6, bad=(5,))
+    assert job() == SOME_FAILED
+    right = Path("in.jsonl").read_bytes()
+    Path("in.jsonl").write_bytes(b'{"prompt": "new"}\n' + right)
+    with pytest.raises(Fatal, match="has changed since"):
+        job(retry_failed=True)
+    Path("in.jsonl").write_bytes(right)
+    assert job() == SOME_FAILED
+    assert row_numbers() == list(range(6))
+
+
+def test_overwriting_waits_for_the_engine(job: Callable[..., int]) -> None:
+    write_input(5)
+    assert job() == OK
+    before = snapshot()
+    with pytest.raises(UsageError, match="--kv-cache-memory"):
+        job(overwrite=True, kv_cache_memory=0.0, max_tokens=2)
+    assert {name: content for name, content in snapshot().items() if "part-" in name} == {
+        name: content for name, content in before.items() if "part-" in name
+    }
+    assert job() == OK
+
+
+def test_a_job_that_completed_nothing_binds_to_no_settings(job: Callable[..., int]) -> None:
+    write_input(4, bad=(0, 1, 2, 3))
+    assert job() == SOME_FAILED
+    write_input(6)
+    assert job(max_tokens=2) == OK
+    assert row_numbers() == list(range(6))
+
+
+def test_copies_of_a_row_differ_whatever_was_skipped_at_first(job: Callable[..., int]) -> None:
+    Path("in.jsonl").write_text('{"id": "a", "prompt": "the rain"}\n' * 6)
+    settings = {"temperature": 1.0, "seed": 1, "max_tokens": 12}
+    assert job(output="whole", **settings) == OK
+    assert job(skip=2, **settings) == OK
+    assert job(**settings) == OK
+    texts = {record["row"]: record["completion"] for record in records()}
+    assert texts == {record["row"]: record["completion"] for record in records("whole")}
+    assert len(set(texts.values())) == 6
+
+
+@pytest.mark.parametrize("cut", [-42, -17, -1])
+def test_an_index_that_lost_its_end_is_made_anew(job: Callable[..., int], cut: int) -> None:
+    write_input(30)
+    assert job(limit=20, shard_rows=10) == OK
+    index = Path("out/.cbatch/part-00001.idx")
+    index.write_bytes(index.read_bytes()[:cut])
+    assert job(shard_rows=10) == OK
+    assert row_numbers() == list(range(30))
+
+
+def test_less_memory_costs_rows_but_changes_none(job: Callable[..., int]) -> None:
+    write_input(4)
+    assert job(max_tokens=100, ignore_eos=True, kv_cache_memory=2**-16, block_size=4) == SOME_FAILED
+    assert {record["error_kind"] for record in records()} == {"kv_cache_too_small"}
+    assert all("in.jsonl:" in record["error"] for record in records())
+    assert job(max_tokens=100, ignore_eos=True, retry_failed=True) == OK
+    assert {record["completion_tokens"] for record in records()} == {100}
+
+
+def test_a_template_that_fits_no_row_is_refused(job: Callable[..., int]) -> None:
+    write_input(3)
+    with pytest.raises(UsageError, match=r"--template fails on in.jsonl:1: 'promt' is undefined. Columns: id, prompt"):
+        job(template="{{ promt }}")
+
+
+def test_a_column_called_body_makes_no_request(job: Callable[..., int]) -> None:
+    Path("in.jsonl").write_text('{"body": "Dear all", "title": "rain"}\n')
+    with pytest.raises(UsageError, match="Columns: body, title"):
+        job()
+    assert job(prompt_column="title") == OK
+
+
 @pytest.mark.parametrize("name", ["out/part-00000.jsonl", "out/part-00003.parquet", "out.jsonl"])
 def test_files_that_cbatch_did_not_make_are_left_alone(job: Callable[..., int], name: str) -> None:
     write_input(2)
@@ -692,7 +815,7 @@ SLOW = ["--max-num-seqs", 1, "--max-tokens", 30, "--ignore-eos"]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_the_job_and_the_same_command_goes_on(command: list[object], number: int) -> None:
-    write_input(60)
+    write_input(600)
     child = Child(*command, *SLOW)
     child.wait_for_records()
     child.send(number)
@@ -701,21 +824,21 @@ def test_a_signal_stops_the_job_and_the_same_command_goes_on(command: list[objec
     figures = summary()
     assert not figures["finished"]
     done = figures["rows"]["ok"]
-    assert 0 < done < 60
+    assert 0 < done < 600
     assert Child(*command, *SLOW[2:]).wait() == OK
-    assert row_numbers() == list(range(60))
+    assert row_numbers() == list(range(600))
     assert summary()["rows"]["done_earlier"] == done
 
 
 def test_a_second_signal_ends_the_job_at_once(command: list[object]) -> None:
-    write_input(60)
+    write_input(600)
     child = Child(*command, *SLOW)
     child.wait_for_records()
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):  # both arrive within one step
         child.send(number)
     assert child.wait() == 128 + signal.SIGTERM
     assert Child(*command, *SLOW[2:]).wait() == OK
-    assert row_numbers() == list(range(60))
+    assert row_numbers() == list(range(600))
 
 
 def test_a_hangup_that_is_ignored_stays_ignored(command: list[object]) -> None:
@@ -731,7 +854,7 @@ def test_two_jobs_never_write_to_one_output(command: list[object]) -> None:
     write_input(2000)
     first = Child(*command, *SLOW)
     first.wait_for_records()
-    for more in ([], ["--overwrite"], ["--limit", 3, "--retry-failed"]):
+    for more in ([], ["--overwrite"], ["--retry-failed"]):
         second = Child(*command, *SLOW, *more, err="stderr2")
         assert second.wait(10) == USAGE
         assert "another cbatch job is writing there" in Path("stderr2").read_text()

@@ -44,7 +44,7 @@ def test_blocks_are_as_many_as_fit_but_no_more_than_can_be_used(tiny_model: Path
     assert small.scheduler.pool.num_blocks == 5
     assert small.max_model_len == 64
     smaller = started(tiny_model, kv_cache_memory=8 / 1024**2, block_size=16)
-    assert smaller.max_model_len == 32
+    assert smaller.capacity == 32
 
 
 def test_no_room_for_a_single_block_is_refused_with_what_to_change(tiny_model: Path) -> None:

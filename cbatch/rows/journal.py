@@ -108,10 +108,12 @@ class Journal:
             if earlier.get(name) != settings.get(name) and name not in may_differ
         ]
         if differences:
+            text = "\n".join(differences)
             raise UsageError(
                 f"{self.output} holds rows made under other settings:\n"
-                + "\n".join(differences)
+                + text
                 + "\nUse the same settings to go on, another output, or --overwrite to start anew."
+                + (" An input whose bad lines were mended goes with --retry-failed." if "input sizes" in text else "")
             )
 
     def write_summary(self, figures: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ class PromptBuilder:
         self.chat = self.has_chat_template if config.chat is None else config.chat
         if config.system is not None and not self.has_chat_template:
             raise UsageError("--system: this model has no chat template")
-        self._template = _compiled(config.template) if config.template else None
+        self._template = compiled_template(config.template) if config.template else None
         self._identities = Identities()
 
     def __call__(self, row: Row) -> Request:
@@ -94,8 +94,6 @@ class PromptBuilder:
             if name != column and not isinstance(data[name], list):
                 raise RowError("invalid_prompt", f"column {name!r} must hold a list, not {data[name]!r:.80}")
             return data[name]
-        if "body" in data:
-            raise RowError("invalid_request", "a request with a 'body' needs a 'custom_id'")
         if column in data:
             raise RowError("invalid_prompt", f"column {column!r} is null")
         raise RowError("missing_prompt", f"no column {column!r}, 'messages' or 'token_ids'; there are: {_names(data)}")
@@ -175,7 +173,8 @@ def template_text(template: str) -> str:
         raise UsageError(f"--template {template}: can't be read: {error}") from None
 
 
-def _compiled(template: str) -> Any:
+def compiled_template(template: str) -> Any:
+    """The template of --template, or UsageError if it is not one."""
     import jinja2
     from jinja2.sandbox import SandboxedEnvironment
 

@@ -129,6 +129,18 @@ class Shards:
             self.journal.begin(self._replacement)
             self._replacement = None
 
+    @property
+    def starts_anew(self) -> bool:
+        return self._replacement is not None
+
+    def has_completions(self) -> bool:
+        """Whether any row of this output did not fail; also if that can't be told."""
+        paths = [*self._final_files().values(), *self._growing_files().values()]
+        try:
+            return any(not self.shape.key(record)[2] for path in paths for record in self._records(path))
+        except (Fatal, KeyError, TypeError):
+            return True
+
     def remove(self) -> None:
         """Throw away everything that a job left here."""
         for path in [*self._final_files().values(), *self.journal.state.glob("part-*")]:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from cbatch.rows.shards import Shards
 
 
+_OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".ndjson", ".txt", ".gz", ".zst", ".arrow", ".feather")
+
+
 class Target:
     """Standard output (`path` is None), a folder, or a single file, and the format of its records."""
 
@@ -36,6 +39,8 @@ class Target:
             raise UsageError(
                 "standard output takes JSONL as rows finish: no --format parquet, --ordered, --retry-failed, --overwrite"
             )
+        if name.endswith(_OTHER_SUFFIXES) and not Path(output.output).is_dir():
+            raise UsageError(f"-o {output.output}: cbatch writes .jsonl and .parquet, or a folder of these")
         if self.path is not None and not self.single_file and self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path}: is a file; name a folder, or a file that ends in .jsonl or .parquet")
 

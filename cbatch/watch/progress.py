@@ -56,13 +56,20 @@ class Progress:
         if self.mode == "json":
             say(json.dumps({"note": text}))
         elif self._live:
-            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            from rich.text import Text
+
+            self._live.console.print(Text(text), soft_wrap=True)
         elif self.mode != "none":
             say(text)
 
-    def end(self, figures: dict[str, Any]) -> None:
+    def abandon(self) -> None:
+        """The process ends at once: leave the terminal as it was."""
+        if self._live:
+            say("\N{ESCAPE}[?25h")  # the cursor
+
+    def end(self, figures: dict[str, Any], output: str) -> None:
         """Say how the run ended (`report.summary`); in mode none only if something is wrong."""
-        text = report.text(figures)
+        text = report.text(figures, output)
         if self.mode == "json":
             say(json.dumps(figures))
         elif self.mode != "none":
@@ -126,25 +133,20 @@ class Progress:
         if not self.stats.steps:
             return Group(head, Text(f"{self.doing} ... {duration(v['seconds'])}", style="dim"))
         body = Table.grid(padding=(0, 2))
-        for _ in range(6):
-            body.add_column()
+        for _ in range(3):
+            body.add_column(style="dim", no_wrap=True)
+            body.add_column(no_wrap=True)
         body.add_row(
-            "[dim]decode[/]",
-            f"{v['decode_tokens_per_second']:,.0f} tok/s",
-            "[dim]running[/]",
-            f"{v['running']:,} of {self.stats.max_num_seqs:,}",
-            "[dim]KV cache[/]",
-            f"{v['kv_cache_use']:.0%} used",
-        )
+            "decode", f"{v['decode_tokens_per_second']:,.0f} tok/s",
+            "running", f"{v['running']:,} of {self.stats.max_num_seqs:,}",
+            "KV cache", f"{v['kv_cache_use']:.0%} used",
+        )  # fmt: skip
         body.add_row(
-            "[dim]prefill[/]",
-            f"{v['prefill_tokens_per_second']:,.0f} tok/s",
-            "[dim]waiting[/]",
-            f"{v['waiting']:,}",
-            "[dim]prefix hits[/]",
-            f"{v['prefix_cache_hit_tokens']:,} tokens",
-        )
-        body.add_row("[dim]elapsed[/]", duration(v["seconds"]), "[dim]preempted[/]", f"{v['preemptions']:,}", "", "")
+            "prefill", f"{v['prefill_tokens_per_second']:,.0f} tok/s",
+            "waiting", f"{v['waiting']:,}",
+            "prefix hits", f"{v['prefix_cache_hit_tokens']:,} tokens",
+        )  # fmt: skip
+        body.add_row("elapsed", duration(v["seconds"]), "preempted", f"{v['preemptions']:,}", "", "")
         return Group(head, body)
 
 
@@ -169,11 +171,11 @@ class Rates:
             self.decode = (s.decode_tokens - decode) / (now - then)
 
     def eta(self, done: int) -> float | None:
-        """Seconds left, at the pace of this run's steps so far."""
+        """Seconds left, at the pace of this run's steps so far; a running row counts as half done."""
         s = self._stats
         if s.rows_total is None or not s.rows_ok:
             return None
-        return max(0, s.rows_total - done) * s.busy_seconds / s.rows_ok
+        return max(0, s.rows_total - done - s.running / 2) * s.busy_seconds / (s.rows_ok + s.running / 2)
 
 
 def resolve_mode(mode: str) -> str:

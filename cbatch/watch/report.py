@@ -48,7 +48,7 @@ def summary(
     }
 
 
-def text(figures: dict[str, Any]) -> str:
+def text(figures: dict[str, Any], output: str) -> str:
     """The summary for people, a few lines."""
     rows, tokens, seconds = figures["rows"], figures["tokens"], figures["seconds"]
     parts = [f"{rows['ok']:,} completed", f"{rows['failed']:,} failed"]
@@ -57,7 +57,9 @@ def text(figures: dict[str, Any]) -> str:
         parts.append(f"{rows['done_earlier']:,} done earlier{failed}")
     if rows["errors"]:
         parts[1] += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(rows["errors"].items())) + ")"
-    lines = [f"{'Done' if figures['finished'] else 'Interrupted'}: {', '.join(parts)} in {duration(seconds['wall'])}."]
+    lines = [
+        f"{'Done' if figures['finished'] else 'Interrupted'}: {', '.join(parts)} in {duration(seconds['wall'])}. Output: {output}"
+    ]
     if figures["steps"]:
         rate = figures["completion_tokens_per_second"] or 0
         cut = rows["length_limited"] / rows["ok"] if rows["ok"] else 0
