@@ -10,8 +10,11 @@ import torch
 from torch.nn import functional
 
 import tests.interpreter  # noqa: F401 repairs bfloat16
+from cbatch.engine.sequence import Sequence
 from cbatch.kernels import gated, moe, paged_attention, reference, rms_norm, sample, store_kv
 from cbatch.kernels.shapes import AttentionShape
+from cbatch.model import ops, sampler
+from tests.drive import make_request
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -244,3 +247,27 @@ def test_rows_that_are_no_numbers_are_told(temperature: float) -> None:
     tokens = draw(logits, temperature=temperature).tolist()
     assert tokens[:3] == [sample.INVALID] * 3
     assert tokens[3] >= 0
+
+
+def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 3.0},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+        {"min_tokens": 9, "stop_token_id": (4, 10**6)},
+        {"repetition_penalty": 0.5, "frequency_penalty": -1.0, "min_tokens": 9},
+    ]
+    sequences = []
+    for row, params in enumerate(settings):
+        seq = Sequence(make_request(row, [3, 5, 5, 9 + row], **params), max_len=1000)
+        seq.token_ids += [7, 7, 5][: row + 1]
+        sequences.append(seq)
+    logits = torch.randn(len(settings), 40, generator=torch.Generator().manual_seed(0))
+    logits[:, [2, 4]] = 9.0  # an end token and a stop token that all rows would draw
+    host = logits.clone()
+    for row, seq in enumerate(sequences):
+        sampler._penalize(host[row], seq, [2])
+    torch.testing.assert_close(sampler._adjusted(logits.clone(), sequences, [2]), host)
+    expected = sampler.sample(logits.clone(), sequences, [2])
+    monkeypatch.setattr(ops, "interpreted", True)
+    assert torch.equal(sampler.sample(logits.clone(), sequences, [2]), expected)

@@ -52,16 +52,48 @@ def _sample_on_device(
     """`sample` without a wait for the device."""
     from cbatch.kernels import sample as kernel
 
-    for row, seq in enumerate(sequences):
-        _penalize(logits[row], seq, eos_token_ids)
+    logits = _adjusted(logits, sequences, eos_token_ids)
     params = [seq.params for seq in sequences]
     signed = [(seq.request.stream + 2**63) % 2**64 - 2**63 for seq in sequences]
     top_k = [max(0, min(p.top_k, logits.shape[-1])) for p in params]
-    positions = [seq.num_completion_tokens for seq in sequences]
-    seeds, ks, at = to_device(logits.device, signed, top_k, positions)
-    values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-    floats = torch.tensor(values, dtype=torch.float32, pin_memory=logits.is_cuda).to(logits.device, non_blocking=True)
-    return kernel.sample(logits, floats[0], ks.int(), floats[1], floats[2], seeds, at.int())
+    seeds, ks, at = to_device(logits.device, signed, top_k, [seq.num_completion_tokens for seq in sequences])
+    temperature, top_p, min_p = _floats(params, ("temperature", "top_p", "min_p"), logits.device)
+    return kernel.sample(logits, temperature, ks.int(), top_p, min_p, seeds, at.int())
+
+
+def _adjusted(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
+    """`logits` with what `_penalize` does to each row, for all rows that need it at once."""
+    from cbatch.kernels.sample import penalize
+
+    rows, barred = [], []  # of the pairs that may not be drawn
+    for row, seq in enumerate(sequences):
+        for token in _barred(seq, eos_token_ids, logits.shape[-1]):
+            rows.append(row)
+            barred.append(token)
+    penalized = [row for row, seq in enumerate(sequences) if seq.params.has_penalties]
+    if penalized:
+        chosen = [sequences[row] for row in penalized]
+        lengths = [len(seq.token_ids) for seq in chosen]
+        padded = [token for seq in chosen for token in seq.token_ids + [0] * (max(lengths) - len(seq.token_ids))]
+        index, history, length, prompt = to_device(
+            logits.device, penalized, padded, lengths, [seq.num_prompt_tokens for seq in chosen]
+        )
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        factors = _floats([seq.params for seq in chosen], names, logits.device)
+        changed = logits.index_select(0, index).float()
+        penalize(changed, history.view(len(chosen), -1), length, prompt, *factors)
+        logits = logits.float().index_copy(0, index, changed)
+    if rows:
+        places = to_device(logits.device, rows, barred)
+        logits = logits.index_put(places, torch.full((), -torch.inf, dtype=logits.dtype, device=logits.device))
+    return logits
+
+
+def _floats(params: SequenceOf[SamplingParams], names: SequenceOf[str], device: torch.device) -> torch.Tensor:
+    """[names, params] float32, in a single transfer that the host does not wait for."""
+    values = [[float(getattr(p, name)) for p in params] for name in names]
+    pinned = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def uniform(stream: int, position: int) -> float:
@@ -110,9 +142,8 @@ def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def _penalize(logits: torch.Tensor, seq: Sequence, eos_token_ids: SequenceOf[int]) -> None:
     """Apply a row's penalties and its `min_tokens` to `logits` [vocabulary], in place."""
     params = seq.params
-    if seq.num_completion_tokens < params.min_tokens:
-        ends = [*params.stop_token_id, *([] if params.ignore_eos else eos_token_ids)]
-        logits[[token for token in ends if token < len(logits)]] = -torch.inf
+    if barred := _barred(seq, eos_token_ids, len(logits)):
+        logits[barred] = -torch.inf
     if params.repetition_penalty != 1:
         seen = torch.unique(torch.tensor(seq.token_ids, device=logits.device))
         scores = logits[seen]
@@ -121,3 +152,11 @@ def _penalize(logits: torch.Tensor, seq: Sequence, eos_token_ids: SequenceOf[int
         generated = torch.tensor(seq.completion_ids, device=logits.device)
         tokens, counts = torch.unique(generated, return_counts=True)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _barred(seq: Sequence, eos_token_ids: SequenceOf[int], vocabulary: int) -> list[int]:
+    """The tokens that would end a row before its `min_tokens`."""
+    if seq.num_completion_tokens >= seq.params.min_tokens:
+        return []
+    ends = [*seq.params.stop_token_id, *([] if seq.params.ignore_eos else eos_token_ids)]
+    return [token for token in ends if token < vocabulary]
