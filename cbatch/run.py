@@ -221,6 +221,8 @@ class Job:
         )
         if engine.capacity < engine.max_model_len:
             text += f", so no row can be longer, though the context is {engine.max_model_len:,}"
+        if engine.runner.not_recorded:
+            text += f"; without CUDA graphs: {engine.runner.not_recorded}"
         if not engine.eos_token_ids:
             text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
         return text

@@ -52,7 +52,9 @@ def paged_attention(
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     num_seqs, group = seq_lens.shape[0], num_heads // num_kv_heads
-    shape = attention_shape(query.device, group, head_size, num_seqs * num_kv_heads, max_seqlen_q, max_seq_len)
+    shape = attention_shape(
+        query.device, group, head_size, num_seqs * num_kv_heads, max_seqlen_q, max_seq_len, query.itemsize
+    )
     splits, padded = shape.num_splits, triton.next_power_of_2(head_size)
     out = torch.empty_like(query)
     parts = query.new_empty((num_tokens, num_heads, splits, padded) if splits > 1 else (1,), dtype=torch.float32)

@@ -45,7 +45,13 @@ _AMD = {  # gfx942: 64 threads a warp
 
 
 def attention_shape(
-    device: torch.device, group: int, head_size: int, num_programs: int, max_seqlen_q: int, max_seq_len: int
+    device: torch.device,
+    group: int,
+    head_size: int,
+    num_programs: int,
+    max_seqlen_q: int,
+    max_seq_len: int,
+    itemsize: int = 2,
 ) -> AttentionShape:
     """The shape for `group` query heads a key/value head and `num_programs` programs before splitting.
 
@@ -54,6 +60,8 @@ def attention_shape(
     kind, num_sms = gpu_kind(device)
     table = {"a100": _A100, "large": _LARGE, "small": _SMALL, "amd": _AMD}[kind]
     block_m, tile, num_warps, num_stages = table[max(64, triton.next_power_of_2(head_size))][max_seqlen_q == 1]
+    if itemsize == 4:  # exact float32 products use no matrix units, but registers and twice the shared memory
+        block_m, tile, num_warps, num_stages = (16, 32, 8, 1) if kind == "large" else (16, 16, 4, 1)
     block_m = max(block_m, triton.next_power_of_2(group))
     splits = 1
     if max_seqlen_q == 1:

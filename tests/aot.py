@@ -98,24 +98,27 @@ def launch_all() -> None:
     def empty(*shape: int, dtype: torch.dtype = bf16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    ints = torch.zeros(65, dtype=torch.int32)
+    ints = torch.zeros(65, dtype=torch.int64)
     forms = [  # heads, kv heads, head size, cache dtype, window, softcap, sinks
         (32, 8, 128, bf16, 0, 0.0, False),
         (9, 3, 64, bf16, 0, 0.0, True),
         (8, 4, 256, bf16, 4096, 50.0, False),
         (32, 8, 128, fp8, 0, 0.0, False),
         (32, 32, 80, torch.float16, 0, 0.0, False),
+        (32, 8, 128, torch.float32, 0, 0.0, False),
+        (8, 4, 256, torch.float32, 0, 0.0, False),
+        (4, 2, 16, torch.float32, 24, 0.0, False),
     ]
     for heads, kv_heads, size, cache, window, softcap, sinks in forms:
         if cache == fp8 and driver.active.target.arch in (80, 86):
             continue  # no fp8 in hardware
-        dtype = torch.float16 if cache == torch.float16 else bf16
+        dtype = bf16 if cache == fp8 else cache
         blocks = empty(64, 32, kv_heads, size, dtype=cache)
         sink = torch.zeros(heads) if sinks else None
-        for tokens, longest in ((64, 1), (1024, 256)):
+        for tokens, seqs, longest in ((64, 64, 1), (1, 1, 1), (1024, 64, 256)):
             paged_attention.paged_attention(
-                empty(tokens, heads, size, dtype=dtype), blocks, blocks, torch.zeros(64, 8, dtype=torch.int32), ints,
-                ints[:64], longest, 8192, 0.1, window, softcap, sink,
+                empty(tokens, heads, size, dtype=dtype), blocks, blocks, torch.zeros(seqs, 8, dtype=torch.int64),
+                ints[: seqs + 1], ints[:seqs], longest, 8192, 0.1, window, softcap, sink,
             )  # fmt: skip
         key = empty(64, kv_heads, size, dtype=dtype)
         query, table = empty(64, heads, size, dtype=dtype), empty(64, size, dtype=dtype)
@@ -134,7 +137,7 @@ def launch_all() -> None:
     floats = torch.zeros(64)
     for dtype in (torch.float32, bf16):
         logits = empty(64, 128256, dtype=dtype)
-        sample.sample(logits, floats, ints[:64], floats, floats, ints[:64].long(), ints[:64])
+        sample.sample(logits, floats, ints[:64].int(), floats, floats, ints[:64], ints[:64].int())
 
 
 def sweep() -> None:

@@ -12,6 +12,7 @@ the table that is printed last.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -19,7 +20,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 if "--dry-run" in sys.argv:
@@ -54,8 +57,8 @@ class Result:
 class Check:
     """The settings of this run and what it has found."""
 
-    def __init__(self, dry: bool, only: str) -> None:
-        self.dry, self.only = dry, only
+    def __init__(self, dry: bool, only: str, path: str | None) -> None:
+        self.dry, self.only, self.path = dry, only, path
         self.device = torch.device("cpu" if dry else "cuda")
         self.dtype = torch.float32 if dry else torch.bfloat16
         self.results: list[Result] = []
@@ -64,7 +67,7 @@ class Check:
 
     def run(self, name: str, work: Callable[[], str]) -> None:
         """Do one check; its return is what it measured."""
-        late = time.perf_counter() - self.started_at > _BUDGET_SECONDS
+        late = self.seconds_left < 0
         if self.only not in name or late:
             if late:
                 self.results.append(Result(name, False, error="not begun: out of time"))
@@ -77,14 +80,32 @@ class Check:
             result = Result(
                 name, False, error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
-            if not self.dry:
-                torch.cuda.empty_cache()
+            self.free()
         result.seconds = time.perf_counter() - started_at
         self.results.append(result)
         print(
             f"{'ok  ' if result.ok else 'FAIL'} {result.seconds:6.1f} s  {name}: {result.figure or result.error}",
             flush=True,
         )
+
+        self.save()
+
+    def save(self) -> None:
+        """Write what there is, so that a run that is killed leaves it."""
+        if self.path:
+            content = json.dumps({"dry_run": self.dry, "results": [asdict(one) for one in self.results]}, indent=1)
+            Path(self.path).write_text(content)
+
+    def free(self) -> None:
+        """Give back the memory of what is no longer used; engines and graphs hold each other in cycles."""
+        gc.collect()
+        if not self.dry:
+            with suppress(Exception):  # after a fault of the device nothing works any more
+                torch.cuda.empty_cache()
+
+    @property
+    def seconds_left(self) -> float:
+        return _BUDGET_SECONDS - (time.perf_counter() - self.started_at)
 
     def sync(self) -> None:
         if not self.dry:
@@ -162,24 +183,18 @@ def attention(
     query = torch.randn(int(starts[-1]), heads, size, device=check.device).to(check.dtype)
     longest, longest_kv = max(new for _, new in lengths), int(totals.max())
     out = paged_attention(query, k, v, tables, starts, totals, longest, longest_kv, size**-0.5, **settings)
-    chosen = [s for s in range(len(lengths)) if lengths[s][1] <= 4][:4] or [0]  # the reference is slow
-    rows = torch.cat([torch.arange(int(starts[s]), int(starts[s + 1])) for s in chosen])[:24]
     worst = 0.0
-    for s in chosen:
-        first, stop = int(starts[s]), int(starts[s + 1])
-        keep = slice(max(first, stop - 4), stop)
-        want = reference.paged_attention(
-            query[keep],
-            k,
-            v,
-            tables[s : s + 1],
-            torch.tensor([0, keep.stop - keep.start]),
-            totals[s : s + 1],
-            size**-0.5,
-            **settings,
-        )
-        worst = max(worst, error(out[keep], want))
-    del rows
+    for number in range(len(lengths))[-4:]:
+        first, stop = int(starts[number]), int(starts[number + 1])
+        ends = {min(first + 2, stop), stop}  # the first and the last rows; the reference is slow
+        for end in ends:
+            keep = slice(max(first, end - 2), end)
+            total = totals[number : number + 1] - (stop - end)
+            bounds = torch.tensor([0, keep.stop - keep.start])
+            want = reference.paged_attention(
+                query[keep], k, v, tables[number : number + 1], bounds, total, size**-0.5, **settings
+            )
+            worst = max(worst, error(out[keep], want))
     return expect(worst, 1e-5 if check.dtype == torch.float32 else 1e-2)
 
 
@@ -286,8 +301,8 @@ def build(
     substitute(model, layers)
     cache = KVCache(layers, num_blocks, 32, model.dtype, check.device)
     runner = Runner(model, cache, ())
-    if graphs and not check.dry:
-        runner.record(budget, seqs, -(-longest // 32), longest)
+    if graphs and not check.dry and not runner.record(budget, seqs, -(-longest // 32), longest):
+        raise AssertionError(f"CUDA graphs can't be recorded: {runner.not_recorded}")
     scheduler = make_scheduler("continuous", BlockPool(num_blocks, 32), budget, seqs)
     stats = RunStats(cost=model_cost(model, sum(layer.bytes_per_token(model.dtype) for layer in layers.values())))
     return Engine(runner, scheduler, lambda ids: str(len(ids)), frozenset(), longest, stats, depth)
@@ -306,6 +321,24 @@ def tiny(family: str) -> Any:
     if family != "Llama":  # transformers would give its cache a window, though the model has none
         settings["sliding_window"] = 24
     return kind(**settings)
+
+
+def greedy(model: Any, one: Request) -> list[int]:
+    """What transformers itself generates."""
+    ids = torch.tensor([one.token_ids], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=one.params.max_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, ids.shape[1] :].tolist()
+    return tokens
+
+
+_WANTED: dict[str, dict[int, list[int]]] = {}  # what transformers generates, by family and row
 
 
 def equality(check: Check, family: str, depth: int, graphs: bool) -> str:
@@ -331,15 +364,9 @@ def equality(check: Check, family: str, depth: int, graphs: bool) -> str:
     ]
     engine = build(check, model, 6, 4, 40, depth, graphs, 190)
     done = {one.row.row: one for one in engine.generate(Rows(requests))}
-    wrong = []
-    for one in requests:
-        ids = torch.tensor([one.token_ids], device=check.device)
-        want = own.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=one.params.max_tokens, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
-        )[0, ids.shape[1] :].tolist()  # fmt: skip
-        if list(done[one.row.row].token_ids) != want:
-            wrong.append(one.row.row)
+    if family not in _WANTED:
+        _WANTED[family] = {one.row.row: greedy(own, one) for one in requests}
+    wrong = [row for row, tokens in _WANTED[family].items() if list(done[row].token_ids) != tokens]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {count} rows differ: {wrong[:8]}")
     return f"{count} rows equal, {engine.stats.preemptions} preemptions"
@@ -411,11 +438,19 @@ def speed(check: Check, name: str) -> Iterator[tuple[str, Callable[[], str]]]:
         shared["ragged"] = [
             request(n, prompt(n + 1000, rng.randint(low, high)), rng.randint(low, high)) for n in range(count)
         ]
+        for warm in (1, 2, 4, *range(8, 256, 8)) if not check.dry else ():  # every size of a graph, before the clock
+            generate([request(n, prompt(5000 + warm + n, 20), 2) for n in range(warm)])
+        generate([request(n, prompt(9000 + n, low + n), 2) for n in range(4)])
         engine, seconds, done = generate(shared["ragged"])
         tokens = sum(len(one.token_ids) for one in done)
         shared["rate"] = tokens / seconds
         idle = 1 - engine.stats.busy_seconds / seconds
         return f"{shared['rate']:,.0f} tokens/s, host outside of steps {idle:.1%} of the time"
+
+    def free() -> str:
+        shared.clear()
+        check.free()
+        return ""
 
     yield "load", load
     for batch in (1, 2) if check.dry else (1, 32, 256):
@@ -424,7 +459,7 @@ def speed(check: Check, name: str) -> Iterator[tuple[str, Callable[[], str]]]:
         yield f"prefill {length}", lambda length=length: prefill(length)
     yield "ragged workload", ragged
     yield "ragged workload, transformers generate_batch", lambda: peer(check, name, shared)
-    yield "free", lambda: shared.clear() or "" if check.dry else (shared.clear(), torch.cuda.empty_cache(), "")[2]
+    yield "free", free
 
 
 def peer(check: Check, name: str, shared: dict[str, Any]) -> str:
@@ -433,26 +468,30 @@ def peer(check: Check, name: str, shared: dict[str, Any]) -> str:
 
     rows, rate = shared["ragged"], shared["rate"]
     shared.pop("engine")
-    if not check.dry:
-        torch.cuda.empty_cache()
+    check.free()
     model = random_model(check, name)
     model.set_attn_implementation("sdpa")
     settings = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1024)
-    tokens = 0
-    started_at = time.perf_counter()
+    tokens, left, wanted = 0, len(rows), sum(one.params.max_tokens for one in rows)
+    limit = max(10.0, min(90.0, check.seconds_left - 15))
     with model.continuous_batching_context_manager(generation_config=settings) as manager:
+        started_at = time.perf_counter()
         for one in rows:
             manager.add_request(one.token_ids, max_new_tokens=one.params.max_tokens)
-        left = len(rows)
-        while left and manager.is_running() and time.perf_counter() - started_at < 120:
+        while left and manager.is_running() and time.perf_counter() - started_at < limit:
             result = manager.get_result(timeout=5)
             if result is not None and result.is_finished():
+                if result.error:
+                    raise AssertionError(result.error)
                 left -= 1
                 tokens += len(result.generated_tokens)
-    seconds = time.perf_counter() - started_at
+        seconds = time.perf_counter() - started_at
     if left:
         raise AssertionError(f"{left} rows unfinished after {seconds:.0f} s, {tokens / seconds:,.0f} tokens/s so far")
-    return f"{tokens / seconds:,.0f} tokens/s; cbatch {rate / (tokens / seconds):.1f} times as fast (bar: 3)"
+    if tokens != wanted:
+        raise AssertionError(f"{tokens} tokens instead of {wanted}")
+    used = model.config._attn_implementation
+    return f"{tokens / seconds:,.0f} tokens/s ({used}); cbatch {rate / (tokens / seconds):.1f} times as fast (bar: 3)"
 
 
 def main() -> int:
@@ -461,7 +500,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--only", default="", help="run the checks whose name holds this")
     options = parser.parse_args()
-    check = Check(options.dry_run, options.only)
+    check = Check(options.dry_run, options.only, options.json)
     if options.dry_run:
         import tests.interpreter  # noqa: F401
 
@@ -503,9 +542,6 @@ def main() -> int:
         print(f"{'ok  ' if result.ok else 'FAIL'}  {result.name:<{width}}  {result.figure or result.error}")
     failed = sum(not result.ok for result in check.results)
     print(f"{len(check.results) - failed} passed, {failed} failed, {time.perf_counter() - check.started_at:.0f} s")
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:  # noqa: PTH123
-            json.dump({"dry_run": check.dry, "results": [asdict(result) for result in check.results]}, file, indent=1)
     return int(failed > 0)
 
 

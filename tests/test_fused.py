@@ -18,15 +18,15 @@ from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "llama": ("LlamaConfig", {}, {"RMSNorm": 5, "Attention": 2, "MLP": 2}),
     "qwen2": ("Qwen2Config", {}, {"RMSNorm": 5, "Attention": 2, "MLP": 2}),
-    "qwen3": ("Qwen3Config", {}, {"RMSNorm": 9, "Attention": 2, "MLP": 2}),
+    "qwen3": ("Qwen3Config", {}, {"RMSNorm": 5, "Attention": 2, "MLP": 2}),
     "gemma2": ("Gemma2Config", {"sliding_window": 8}, {"RMSNorm": 9, "Attention": 2, "MLP": 2}),
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8}, {"RMSNorm": 13, "Attention": 2, "MLP": 2}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8}, {"RMSNorm": 9, "Attention": 2, "MLP": 2}),
     "phi3": ("Phi3Config", {}, {"RMSNorm": 5, "MLP": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}, {"RMSNorm": 5, "Attention": 2, "Experts": 2}),
     "qwen3_moe": (
         "Qwen3MoeConfig",
         {"num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2},
-        {"RMSNorm": 9, "Attention": 2, "Experts": 2},
+        {"RMSNorm": 5, "Attention": 2, "Experts": 2},
     ),
     # Every fourth layer does not rotate, and the norm of OLMo 2 spans all heads: these keep their own attention.
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}, {"RMSNorm": 9, "Attention": 3, "MLP": 4}),

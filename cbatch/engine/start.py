@@ -11,6 +11,7 @@ from cbatch.config import EngineConfig
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.errors import UsageError
+from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import substitute
 from cbatch.model.kv_cache import KVCache, available_memory, count_blocks
@@ -63,7 +64,9 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     eos, runner, depth = files.eos_token_ids, Runner(model, cache, sorted(files.eos_token_ids)), 0
     if model.device.type == "cuda":
         depth = 1
-        if config.cuda_graphs == "on" and all(layer.key_size == layer.value_size for layer in layers.values()):
+        if config.cuda_graphs == "on" and all(
+            ops.fits_triton(layer.key_size, layer.value_size) for layer in layers.values()
+        ):
             longest = min(max_model_len, num_blocks * config.block_size)
             runner.record(budget, max_num_seqs, -(-longest // config.block_size), longest)
     return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth)

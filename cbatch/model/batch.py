@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,11 @@ class Batch:
     carried: tuple[torch.Tensor, torch.Tensor] | None = None  # input tokens that the step before is sampling: where in
     # `input_ids`, and which of its sampled tokens; [n] each
 
-    @property
+    @cached_property
     def max_seqlen_q(self) -> int:
         return max(stop - start for start, stop, _ in self.spans)
 
-    @property
+    @cached_property
     def max_seq_len(self) -> int:
         return max(seq_len for _, _, seq_len in self.spans)
 
@@ -116,7 +117,11 @@ def pack(
 
 
 def to_device(device: torch.device, *lists: list[int]) -> tuple[torch.Tensor, ...]:
-    """Lists of whole numbers as int64 tensors, in a single transfer that the host does not wait for."""
-    flat = torch.tensor(list(chain.from_iterable(lists)), dtype=torch.int64, pin_memory=device.type == "cuda")
-    parts: tuple[torch.Tensor, ...] = torch.split(flat.to(device, non_blocking=True), [len(one) for one in lists])
-    return parts
+    """Lists of whole numbers as int64 tensors, in a single transfer that the host does not wait for.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
+    """
+    even = [one if len(one) % 2 == 0 else [*one, 0] for one in lists]
+    flat = torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64, pin_memory=device.type == "cuda")
+    parts = torch.split(flat.to(device, non_blocking=True), [len(one) for one in even])
+    return tuple(part[: len(one)] for part, one in zip(parts, lists, strict=True))

@@ -6,6 +6,7 @@ random input; otherwise the original stays. So a model with a twist of its own i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -91,16 +92,24 @@ class Attention(nn.Module):
 
 @torch.inference_mode()
 def substitute(model: Any, layers: Mapping[int, LayerShape]) -> dict[str, int]:
-    """Replace what can be replaced, in place; how many modules of each kind were."""
-    counts: dict[str, int] = {}
-    for parent in list(model.modules()):
-        for name, module in list(parent.named_children()):
-            for fused in _candidates(module, model):
-                if _agree(module, fused, model, layers):
-                    setattr(parent, name, fused.to(module_device(module)))
-                    counts[type(fused).__name__] = counts.get(type(fused).__name__, 0) + 1
-                    break
-    return counts
+    """Replace what can be replaced, in place; how many modules of each kind were.
+
+    The originals of one module at a time are kept beside the merged weights, never those of the whole model.
+    """
+    counts: Counter[str] = Counter()
+
+    def replace(parent: nn.Module) -> None:
+        for name in [name for name, _ in parent.named_children()]:
+            module = getattr(parent, name)
+            fused = next((one for one in _candidates(module, model) if _agree(module, one, model, layers)), None)
+            if fused is None:
+                replace(module)
+            else:
+                setattr(parent, name, fused)
+                counts[type(fused).__name__] += 1
+
+    replace(model)
+    return dict(counts)
 
 
 def module_device(module: nn.Module) -> torch.device:
@@ -196,6 +205,15 @@ def _attention_input(module: Any, model: Any) -> tuple[torch.Tensor, tuple[torch
 
 def _agree(module: Any, fused: nn.Module, model: Any, layers: Mapping[int, LayerShape]) -> bool:
     """Whether the two give the same on random input."""
+    try:
+        own, ours = (out.float() for out in _outputs(module, fused, model, layers))
+    except Exception:  # a kernel that does not fit this GPU, or a module that takes other arguments
+        return False
+    return bool((own - ours).norm() <= _TOLERANCE[next(module.parameters()).dtype] * own.norm())
+
+
+def _outputs(module: Any, fused: nn.Module, model: Any, layers: Mapping[int, LayerShape]) -> list[torch.Tensor]:
+    """What the two give on the same random input."""
     generator = torch.Generator().manual_seed(1)
     device, dtype = module_device(module), next(module.parameters()).dtype
     if isinstance(fused, Attention):
@@ -217,5 +235,4 @@ def _agree(module: Any, fused: nn.Module, model: Any, layers: Mapping[int, Layer
         depth = weight.shape[-1]
         x = torch.randn(1, _TOKENS, depth, generator=generator).to(device, dtype)
         outs = [one(x) for one in (module, fused)]
-    own, ours = (out.float() for out in outs)
-    return bool((own - ours).norm() <= _TOLERANCE[dtype] * own.norm())
+    return outs

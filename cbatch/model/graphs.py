@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,6 @@ import torch
 from cbatch.model.batch import Batch
 
 Forward = Callable[[Batch], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Recorded:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [num_seqs of the bucket, vocabulary], overwritten by each replay
 
 
 _LARGEST = 1024  # tokens; a larger step computes for longer than it takes to launch, and padding would cost more
@@ -57,8 +50,11 @@ class StepGraphs:
             zeros(max_num_seqs),
             zeros(max_num_seqs),
         )
-        self._recorded: dict[tuple[int, bool], Recorded] = {}
+        self._logits: torch.Tensor | None = None  # [max_num_seqs, vocabulary], of all graphs
+        self._recorded: dict[tuple[int, bool], Any] = {}
         self._pool: Any = None
+        self._stream: Any = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.out_of_memory = False
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The logits [num_sampled, vocabulary] of a step; valid until the next run."""
@@ -69,10 +65,16 @@ class StepGraphs:
         size = sizes[bisect_left(sizes, len(batch.input_ids))]
         self._fill(batch, size)
         if (size, decode) not in self._recorded:
-            self._recorded[size, decode] = self._record(size, decode)
-        recorded = self._recorded[size, decode]
-        recorded.graph.replay()
-        return recorded.logits[: len(batch.logits_indices)]
+            if self.out_of_memory:
+                return self._forward(batch)
+            try:
+                self._recorded[size, decode] = self._record(size, decode)
+            except torch.OutOfMemoryError:  # the graphs there are go on; other sizes run without
+                self.out_of_memory = True
+                return self._forward(batch)
+        self._recorded[size, decode].replay()
+        assert self._logits is not None
+        return self._logits[: len(batch.logits_indices)]
 
     def _fill(self, batch: Batch, size: int) -> None:
         """Copy a batch into the buffers that the graphs read, and pad it."""
@@ -89,18 +91,24 @@ class StepGraphs:
             buffer[len(values) :].fill_(padding)
         self._tables[:num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables)
 
-    def _record(self, size: int, decode: bool) -> Recorded:
+    def _record(self, size: int, decode: bool) -> Any:
         batch = self._static_batch(size, decode)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # a run outside the graph compiles the kernels and fills the libraries' caches
-            self._forward(batch)
-        torch.cuda.current_stream().wait_stream(stream)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # a run outside the graph compiles kernels and fills libraries' caches
+            self._step(batch)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = self._forward(batch)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            self._step(batch)
         self._pool = self._pool or graph.pool()
-        return Recorded(graph, logits)
+        return graph
+
+    def _step(self, batch: Batch) -> None:
+        """Compute a step from the static buffers into the static logits."""
+        logits = self._forward(batch)
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_num_seqs, logits.shape[1])
+        self._logits[: len(logits)].copy_(logits)
 
     def _static_batch(self, size: int, decode: bool) -> Batch:
         num_seqs = min(size, self._max_num_seqs)

@@ -15,11 +15,16 @@ def uses_triton(x: torch.Tensor) -> bool:
     return x.is_cuda or interpreted
 
 
+def fits_triton(key_size: int, value_size: int) -> bool:
+    """Whether the Triton kernels take heads of these sizes; the interpreter takes smaller ones too."""
+    return key_size == value_size <= 256 and (key_size >= 16 or interpreted)
+
+
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """`reference.store_kv`."""
-    if uses_triton(key):
+    if uses_triton(key) and fits_triton(key.shape[-1], value.shape[-1]):
         from cbatch.kernels.store_kv import store_kv as kernel
 
         kernel(key, value, k_cache, v_cache, slot_mapping)
@@ -37,7 +42,7 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """`reference.paged_attention` in the dtype of `query`."""
-    if uses_triton(query) and k_cache.shape == v_cache.shape:
+    if uses_triton(query) and fits_triton(k_cache.shape[-1], v_cache.shape[-1]):
         from cbatch.kernels.paged_attention import paged_attention as kernel
 
         where = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, batch.max_seqlen_q, batch.max_seq_len
@@ -61,7 +66,7 @@ def rope_store_kv(
 ) -> None:
     """`reference.rope_store_kv`: rotates `query` in place."""
     arguments = (query, key, value, k_cache, v_cache, slot_mapping, cos, sin, q_weight, k_weight, eps, weight_offset)
-    if uses_triton(key):
+    if uses_triton(key) and fits_triton(key.shape[-1], value.shape[-1]):
         from cbatch.kernels.store_kv import rope_store_kv as kernel
 
         kernel(*arguments)

@@ -90,10 +90,11 @@ def _adjusted(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_i
 
 
 def _floats(params: SequenceOf[SamplingParams], names: SequenceOf[str], device: torch.device) -> torch.Tensor:
-    """[names, params] float32, in a single transfer that the host does not wait for."""
-    values = [[float(getattr(p, name)) for p in params] for name in names]
+    """[names, params] float32, in a single transfer that the host does not wait for; rows aligned to 16 bytes."""
+    padding = [0.0] * (-len(params) % 4)
+    values = [[float(getattr(p, name)) for p in params] + padding for name in names]
     pinned = torch.tensor(values, dtype=torch.float32, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    return pinned.to(device, non_blocking=True)[:, : len(params)]
 
 
 def uniform(stream: int, position: int) -> float:
