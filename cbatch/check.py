@@ -9,7 +9,8 @@ from typing import Any
 from cbatch import plan
 from cbatch.config import EngineConfig, RunConfig
 from cbatch.errors import RowError
-from cbatch.rows.reader import read, resolve
+from cbatch.rows.inputs import resolve
+from cbatch.rows.reader import read
 from cbatch.rows.record import RecordShape
 from cbatch.rows.request import Row
 from cbatch.rows.target import Target

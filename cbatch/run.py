@@ -23,8 +23,9 @@ from cbatch import __version__, plan
 from cbatch.config import RunConfig
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.feed import Feed
+from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read, resolve
+from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read
 from cbatch.rows.request import Completion, Request, Row
 from cbatch.rows.target import Target
 from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from cbatch.errors import RowError, UsageError
 from cbatch.rows import parquet
-from cbatch.rows.reader import read, resolve
+from cbatch.rows.inputs import resolve
+from cbatch.rows.reader import read
 from cbatch.rows.record import FIELDS, RecordShape
 from cbatch.rows.request import Completion
 

@@ -11,8 +11,9 @@ from tokenizers.processors import TemplateProcessing
 
 from cbatch.config import PromptConfig
 from cbatch.errors import RowError, UsageError
+from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.reader import read, resolve
+from cbatch.rows.reader import read
 from cbatch.rows.request import Row, SamplingParams
 from tests.tiny import TEMPLATE, VOCAB_SIZE, make_tokenizer
 

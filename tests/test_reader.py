@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from cbatch.errors import RowError, UsageError
 from cbatch.rows import reader
-from cbatch.rows.reader import UNKNOWN_DIGEST, Source, parse_object, read, resolve
+from cbatch.rows.inputs import resolve
+from cbatch.rows.reader import UNKNOWN_DIGEST, Source, parse_object, read
 from cbatch.rows.record import dumps
 from cbatch.rows.request import Row
 

@@ -17,8 +17,9 @@ import pytest
 
 from cbatch.errors import Fatal
 from cbatch.rows import parquet
+from cbatch.rows.inputs import resolve
 from cbatch.rows.journal import Done, Journal
-from cbatch.rows.reader import UNKNOWN_DIGEST, Source, resolve
+from cbatch.rows.reader import UNKNOWN_DIGEST, Source
 from cbatch.rows.record import FIELDS, RecordShape, dumps
 from cbatch.rows.shards import Shards
 

@@ -1,4 +1,4 @@
-"""Files, folders, standard input and datasets -> a lazy stream of rows.
+"""Sources -> a lazy stream of rows.
 
 Memory does not grow with the input: lines are read one by one, Parquet in small batches. A row that can't be read
 becomes a `Row` with a `problem`; only an input that can't be opened at all is fatal.
@@ -7,7 +7,6 @@ becomes a `Row` with a `problem`; only an input that can't be opened at all is f
 from __future__ import annotations
 
 import base64
-import glob
 import gzip
 import io
 import json
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
-from urllib.parse import parse_qs, urlsplit
 
-from cbatch.errors import RowError, UsageError
+from cbatch.errors import RowError
 from cbatch.rows.request import Row
 
 UNKNOWN_DIGEST = 1  # of a row whose content was not recorded
@@ -33,7 +31,7 @@ _MAX_NESTING = 200  # levels; far from where Python's recursion limit would end 
 _PARQUET_BATCH = 256  # rows
 _LINE_SUFFIXES = (".jsonl", ".ndjson", ".txt")
 _COMPRESSED = ("", ".gz", ".zst")
-_SUFFIXES = (*(a + b for a in _LINE_SUFFIXES for b in _COMPRESSED), ".parquet")
+SUFFIXES = (*(a + b for a in _LINE_SUFFIXES for b in _COMPRESSED), ".parquet")
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Source:
                 yield row
                 number = row.row + 1
         except Exception as error:  # files, Arrow and the Hub's streams raise what they like
-            problem = RowError("read_error", f"{self.name}: can't be read on from here: {_one_line(error)}")
+            problem = RowError("read_error", f"{self.name}: can't be read on from here: {one_line(error)}")
             yield Row(self.name, number, self.name, {}, BROKEN_DIGEST, problem)
 
     def count(self) -> int | None:
@@ -73,27 +71,6 @@ class Source:
         return lines + (last != b"\n")
 
 
-def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
-    """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
-
-    A folder or a pattern leaves out the files of `exclude`, the job's own output; a file that is named itself must not
-    be one of them.
-    """
-    sources: list[Source] = []
-    for name in inputs:
-        try:
-            sources += _resolve_one(name, exclude)
-        except OSError as error:
-            raise UsageError(f"{name:.200}: can't be opened: {error.strerror or _one_line(error)}") from None
-    seen: set[str] = set()
-    for source in sources:
-        key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
-        if key in seen:
-            raise UsageError(f"{source.name}: named twice as an input")
-        seen.add(key)
-    return sources
-
-
 def read(
     sources: Sequence[Source], skip: int = 0, limit: int | None = None, passed: Callable[[Row], None] | None = None
 ) -> Iterator[Row]:
@@ -107,106 +84,6 @@ def read(
             yield row
         elif passed:
             passed(row)
-
-
-def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
-    if name == "-":
-        if sys.stdin is None:
-            raise UsageError("-: standard input is closed")
-        return [Source("-", "jsonl")]
-    if name.startswith("hf://"):
-        return [_hub_dataset(name)]
-    path, _, query = name.partition("?") if not Path(name).exists() else (name, "", "")
-    if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
-        return [_disk_dataset(name, path, query)]
-    if Path(name).is_file():
-        if exclude and _is_shard(Path(name), exclude):
-            raise UsageError(f"{name}: is an input and would be overwritten as the output; choose another output")
-        return [_file(Path(name))]
-    if Path(name).is_dir():
-        found = [
-            p
-            for p in sorted(Path(name).rglob("*"))
-            if not any(x.startswith(".") for x in p.parts[len(Path(name).parts) :])
-        ]
-    else:
-        found = [Path(p) for p in sorted(glob.glob(name, recursive=True))]
-        if not found:
-            raise UsageError(f"{name}: no such file or folder, and no file matches it")
-    files = [p for p in found if p.is_file() and p.name.endswith(_SUFFIXES) and not _inside(p, exclude)]
-    if not files:
-        raise UsageError(f"{name}: holds no file that ends in {', '.join(_SUFFIXES)}")
-    return [_file(path) for path in files]
-
-
-def _inside(path: Path, folder: Path | None) -> bool:
-    return folder is not None and path.resolve().is_relative_to(folder.resolve())
-
-
-def _is_shard(path: Path, output: Path) -> bool:
-    path, output = path.resolve(), output.resolve()
-    return path == output or (path.parent == output and path.name.startswith("part-"))
-
-
-def _file(path: Path) -> Source:
-    """A file that can be opened and, if it is Parquet, has a readable footer."""
-    stem = path.name.removesuffix(".gz").removesuffix(".zst")
-    kind = "parquet" if stem.endswith(".parquet") else "text" if stem.endswith(".txt") else "jsonl"
-    if any("\ud800" <= character <= "\udfff" for character in str(path)):
-        raise UsageError(f"{str(path)!r}: the name of this file is not valid UTF-8; rename it")
-    if not path.name.endswith(_SUFFIXES):
-        raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(_SUFFIXES)}")
-    try:
-        with path.open("rb") as file:
-            file.read(1)
-        if kind == "parquet":
-            import pyarrow.parquet as pq
-
-            pq.ParquetFile(path)
-    except (OSError, _arrow_error()) as error:
-        raise UsageError(f"{path}: can't be read: {_one_line(error)}") from None
-    return Source(str(path), kind, path.stat().st_size)
-
-
-def _hub_dataset(name: str) -> Source:
-    """hf://org/name?split=train&config=x, streamed."""
-    import datasets
-
-    url = urlsplit(name)
-    options = {key: values[-1] for key, values in parse_qs(url.query).items()}
-    if unknown := options.keys() - {"split", "config", "revision"}:
-        raise UsageError(f"{name}: unknown option {min(unknown)!r}; known are split, config, revision")
-    try:
-        dataset = datasets.load_dataset(
-            url.netloc + url.path,
-            options.get("config"),
-            split=options.get("split", "train"),
-            revision=options.get("revision"),
-            streaming=True,
-        )
-    except Exception as error:
-        raise UsageError(f"{name}: can't be opened: {_one_line(error)}") from None
-    if dataset.features:
-        dataset = dataset.decode(False)  # pictures and sounds stay as they are stored
-    return Source(name, "dataset", None, dataset)
-
-
-def _disk_dataset(name: str, path: str, query: str) -> Source:
-    """A folder that `save_to_disk` wrote; FOLDER?split=train where it holds several splits."""
-    import datasets
-
-    split = parse_qs(query).get("split", [None])[-1]
-    try:
-        dataset = datasets.load_from_disk(path)
-    except Exception as error:
-        raise UsageError(f"{name}: can't be opened as a dataset: {_one_line(error)}") from None
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise UsageError(f"{name}: say which split, as {path}?split=NAME; it has {', '.join(dataset)}")
-        dataset = dataset[split]
-    elif split is not None:
-        raise UsageError(f"{name}: this dataset has no splits; name it as {path}")
-    return Source(name, "dataset", dataset.num_rows, dataset)
 
 
 def _open(source: Source) -> IO[bytes] | gzip.GzipFile:
@@ -286,7 +163,7 @@ def _values_of_row(batch: Any, index: int) -> dict[str, Any] | RowError:
         try:
             values[name] = column[index].as_py()
         except Exception as error:
-            return RowError("invalid_value", f"column {name!r} can't be read: {_one_line(error)}")
+            return RowError("invalid_value", f"column {name!r} can't be read: {one_line(error)}")
     return values
 
 
@@ -393,12 +270,12 @@ def _digest(content: bytes) -> int:
     return max(zlib.crc32(content), BROKEN_DIGEST + 1)
 
 
-def _arrow_error() -> type[Exception]:
+def arrow_error() -> type[Exception]:
     import pyarrow as pa
 
     error: type[Exception] = pa.ArrowException
     return error
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
