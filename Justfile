@@ -21,7 +21,7 @@ test *args: setup
 
 # Prove and measure the GPU path on a GPU; needs torch, triton and transformers, no installation
 gpu-check *args:
-    PYTHONPATH=. python3 -m tests.gpu_check {{args}}
+    PYTHONPATH=. $(test -x {{python}} && echo {{python}} || echo python3) -m tests.gpu_check {{args}}
 
 # Check style and types
 lint: setup

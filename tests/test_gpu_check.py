@@ -1,0 +1,29 @@
+"""The check that is to be run on a GPU runs from end to end, in Triton's interpreter and with tiny shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_dry_run_passes_and_reports_every_check(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu_check", "--dry-run", "--json", path],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    assert report["dry_run"]
+    assert all(one["ok"] for one in report["results"])
+    names = {one["name"] for one in report["results"]}
+    assert {"ceilings", "sampler", "8B: prefill 8192", "0.6B: ragged workload, transformers generate_batch"} <= names
+    table = done.stdout.rsplit("\n\n", 1)[1].splitlines()
+    assert len(table) == len(names) + 1
+    assert table[-1].startswith(f"{len(names)} passed, 0 failed")
