@@ -74,8 +74,9 @@ class Engine:
         elif not self._launched:  # a locked batch that waits for more rows
             time.sleep(_PAUSE)
             return []
+        ahead = self.depth if self.depth and schedule.chunks and not self._needs_history() else 0
         completions = []
-        while len(self._launched) > (self.depth if schedule.chunks and not self._needs_history() else 0):
+        while len(self._launched) > ahead:
             completions += self._collect()
         self.stats.busy_seconds += time.perf_counter() - started_at
         return completions
