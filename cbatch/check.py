@@ -86,13 +86,14 @@ def _memory_lines(
 ) -> Iterator[str]:
     """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
     from cbatch.model.kv_cache import count_blocks, free_memory
-    from cbatch.model.loader import resolve_device, resolve_dtype
+    from cbatch.model.loader import resolve_block_size, resolve_device, resolve_dtype
 
     text, device = model_config.get_text_config(), resolve_device(engine.device)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     itemsize = resolve_dtype(engine.dtype, device, model_config).itemsize
-    block_bytes = 2 * text.num_hidden_layers * heads * size * itemsize * engine.block_size
+    block_size = resolve_block_size(engine.block_size, device.split(":")[0])
+    block_bytes = 2 * text.num_hidden_layers * heads * size * itemsize * block_size
     fit = count_blocks(
         block_bytes,
         engine.kv_cache_memory,
@@ -100,9 +101,9 @@ def _memory_lines(
         budget=lambda: free_memory(device, engine.gpu_memory_utilization) // 2,
     )
     mean = sum(length * count for length, count in lengths.items()) / lengths.total() + max_tokens
-    blocks = -(-round(mean) // engine.block_size)
+    blocks = -(-round(mean) // block_size)
     yield (
-        f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens ({blocks * block_bytes / 1024**2:.1f} MiB) "
-        f"on average with {max_tokens:,} new tokens, {-(-longest // engine.block_size):,} at most; "
+        f"KV cache    a row takes {blocks:,} blocks of {block_size} tokens ({blocks * block_bytes / 1024**2:.1f} MiB) "
+        f"on average with {max_tokens:,} new tokens, {-(-longest // block_size):,} at most; "
         f"about {fit:,} blocks fit here, {fit // blocks:,} rows at once"
     )

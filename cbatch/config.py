@@ -90,6 +90,11 @@ class EngineConfig(Checked):
         "Precision of weights and KV cache. auto: as the checkpoint says, if the device computes it fast.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
+    quantization: str | None = option(
+        None,
+        "int8: weights of all layers, and what they are multiplied by, as 8-bit integers. On a CPU.",
+        choices=("int8",),
+    )
     device: str = option("auto", "Where to run: auto, cpu or cuda (or cuda:N).")
     load_format: str = option("auto", "dummy: random weights, to measure speed only.", choices=("auto", "dummy"))
     generation_config: str = option(
@@ -110,7 +115,9 @@ class EngineConfig(Checked):
         "Most tokens in one step, decodes and prompt slices together. (default: 512 on a CPU, 8192 on a GPU)",
         at_least=1,
     )
-    block_size: int = option(32, "Tokens in a block of the KV cache.", at_least=1)
+    block_size: int | None = option(
+        None, "Tokens in a block of the KV cache. (default: 128 on a CPU, 32 on a GPU)", at_least=1
+    )
     kv_cache_memory: float | None = option(
         None, "Memory for the KV cache, in GiB. (default: half of what is free on a CPU)", at_least=0
     )

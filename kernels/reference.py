@@ -82,16 +82,21 @@ def rope_store_kv(
     cos and sin [T, ROT], both halves equal; the first ROT <= D dimensions turn, in pairs (i, i + ROT / 2).
     """
 
-    def turned(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None:
-            x = rms_norm(x, weight, eps, weight_offset=weight_offset)
-        size = cos.shape[-1]
-        a, b = x[..., : size // 2].float(), x[..., size // 2 : size].float()
-        c, s = cos[:, None, : size // 2].float(), sin[:, None, : size // 2].float()
-        return torch.cat([a * c - b * s, b * c + a * s, x[..., size:].float()], -1).to(x.dtype)
+    query.copy_(turn(query, cos, sin, q_weight, eps, weight_offset))
+    key = turn(key, cos, sin, k_weight, eps, weight_offset)
+    store_kv(key.to(k_cache.dtype), value.to(v_cache.dtype), k_cache, v_cache, slot_mapping)
 
-    query.copy_(turned(query, q_weight))
-    store_kv(turned(key, k_weight).to(k_cache.dtype), value.to(v_cache.dtype), k_cache, v_cache, slot_mapping)
+
+def turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
+) -> torch.Tensor:
+    """x [T, heads, D], normalised if there is a weight, then rotated, as `rope_store_kv` says."""
+    if weight is not None:
+        x = rms_norm(x, weight, eps, weight_offset=weight_offset)
+    size = cos.shape[-1]
+    a, b = x[..., : size // 2].float(), x[..., size // 2 : size].float()
+    c, s = cos[:, None, : size // 2].float(), sin[:, None, : size // 2].float()
+    return torch.cat([a * c - b * s, b * c + a * s, x[..., size:].float()], -1).to(x.dtype)
 
 
 def rms_norm(

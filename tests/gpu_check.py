@@ -218,7 +218,7 @@ def small_kernels(check: Check) -> str:
     limit = 1e-5 if check.dtype == torch.float32 else 1e-2
     expect(error(ops.rms_norm(x, weight, 1e-5, mine), reference.rms_norm(x, weight, 1e-5, theirs)), limit)
     gate, up = x.double().chunk(2, -1)
-    expect(error(ops.gated(x, False), torch.nn.functional.silu(gate) * up), limit)
+    expect(error(ops.gated(x, "silu"), torch.nn.functional.silu(gate) * up), limit)
     tokens, experts, inner = (7, 4, 24) if check.dry else (64, 8, 768)
     gate_up = torch.randn(experts, 2 * inner, width, device=check.device).to(check.dtype) / width**0.5
     down = torch.randn(experts, width, inner, device=check.device).to(check.dtype) / inner**0.5
@@ -298,7 +298,7 @@ def build(
 ) -> Engine:
     """An engine around a model on the device, fused."""
     layers = layer_shapes(model)
-    substitute(model, layers)
+    substitute(model, layers, 32)
     cache = KVCache(layers, num_blocks, 32, model.dtype, check.device)
     runner = Runner(model, cache, ())
     if graphs and not check.dry and not runner.record(budget, seqs, -(-longest // 32), longest):

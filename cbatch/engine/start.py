@@ -15,7 +15,7 @@ from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import substitute
 from cbatch.model.kv_cache import KVCache, available_memory, count_blocks
-from cbatch.model.loader import parallelism, resolve_device
+from cbatch.model.loader import parallelism, resolve_block_size, resolve_device
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import ModelCost, RunStats
@@ -37,24 +37,25 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     layers = layer_shapes(model)
     if model.config.model_type not in PROVEN:
         verify(model, layers)
-    if model.device.type == "cuda":
-        substitute(model, layers)
     bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in layers.values())
+    stats.cost = model_cost(model, bytes_per_token)
+    block_size = resolve_block_size(config.block_size, model.device.type)
+    if ops.has_kernels(model.device):
+        substitute(model, layers, block_size, int8=config.quantization == "int8")
     num_blocks = count_blocks(
-        bytes_per_token * config.block_size,
+        bytes_per_token * block_size,
         config.kv_cache_memory,
-        most_useful=max_num_seqs * -(-max_model_len // config.block_size),
+        most_useful=max_num_seqs * -(-max_model_len // block_size),
         budget=lambda: spare_memory(model, budget, max_num_seqs, config.gpu_memory_utilization),
     )
     if num_blocks == 0:
         raise UsageError(
-            f"no memory for the KV cache: a block of {config.block_size} tokens takes "
-            f"{bytes_per_token * config.block_size / 1024**2:.1f} MiB; see --kv-cache-memory and --block-size"
+            f"no memory for the KV cache: a block of {block_size} tokens takes "
+            f"{bytes_per_token * block_size / 1024**2:.1f} MiB; see --kv-cache-memory and --block-size"
         )
-    pool = BlockPool(num_blocks, config.block_size, config.enable_prefix_caching)
+    pool = BlockPool(num_blocks, block_size, config.enable_prefix_caching)
     scheduler = make_scheduler(config.scheduling, pool, budget, max_num_seqs)
-    cache = KVCache(layers, num_blocks, config.block_size, model.dtype, model.device)
-    stats.cost = model_cost(model, bytes_per_token)
+    cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
     tokenizer = copy.deepcopy(files.tokenizer)  # the reader's thread uses the other
 
     def decode(token_ids: Any) -> str:
@@ -67,8 +68,8 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         if config.cuda_graphs == "on" and all(
             ops.fits_triton(layer.key_size, layer.value_size) for layer in layers.values()
         ):
-            longest = min(max_model_len, num_blocks * config.block_size)
-            runner.record(budget, max_num_seqs, -(-longest // config.block_size), longest)
+            longest = min(max_model_len, num_blocks * block_size)
+            runner.record(budget, max_num_seqs, -(-longest // block_size), longest)
     return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth)
 
 

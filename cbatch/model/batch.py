@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from cbatch.engine.sequence import Sequence
 
 
+_SLICE = 32  # tokens of a sequence that one thread attends with at a time
+
+
 @dataclass(frozen=True)
 class Batch:
     """T tokens of S sequences, back to back; no pad token.
@@ -41,6 +44,20 @@ class Batch:
     @cached_property
     def max_seq_len(self) -> int:
         return max(seq_len for _, _, seq_len in self.spans)
+
+    @cached_property
+    def tasks(self) -> torch.Tensor:
+        """[n, 3] on the host: a sequence, first and last + 1 of up to `_SLICE` of its tokens in this step.
+
+        Together they are all the tokens; the one that attends to the most comes first.
+        """
+        tasks = []
+        for s, (start, stop, seq_len) in enumerate(self.spans):
+            before = seq_len - (stop - start)
+            for first in range(0, stop - start, _SLICE):
+                last = min(first + _SLICE, stop - start)
+                tasks.append(((last - first) * (before + last), s, first, last))
+        return torch.tensor([task[1:] for task in sorted(tasks, reverse=True)])
 
 
 def single(first: int, stop: int, num_blocks: int, block_size: int, device: torch.device) -> Batch:

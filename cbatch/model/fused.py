@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from cbatch.model import ops
 from cbatch.model.batch import Batch, single
 from cbatch.model.kv_cache import KVCache, LayerShape
 
-_TOKENS, _BLOCK_SIZE = 24, 8
+_TOKENS = 24
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}  # norm of the difference, relative
+_INT8_TOLERANCE = 0.1
 
 
 class RMSNorm(nn.Module):
@@ -33,23 +34,39 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps, residual, self.weight_offset)
 
 
+class Linear(nn.Module):
+    """x [..., K] -> [..., N] with weights packed for this device; with a `gate` (silu or gelu) the first half of the
+    outputs scales the rest."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: str | None = None, int8: bool = False
+    ) -> None:
+        super().__init__()
+        packed = ops.pack(weight, bias, gate, int8)
+        self.is_packed, self.bias, self.gate = packed is not None, bias, gate
+        self.weight = nn.Parameter(weight, requires_grad=False) if packed is None else packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias, self.gate)
+
+
 class MLP(nn.Module):
     """down(act(gate(x)) * up(x)) with gate and up in one matrix."""
 
-    def __init__(self, gate_up: nn.Parameter, down: nn.Module, gelu: bool) -> None:
+    def __init__(self, gate_up: Linear, down: nn.Module) -> None:
         super().__init__()
-        self.gate_up, self.down, self.gelu = gate_up, down, gelu
+        self.gate_up, self.down = gate_up, down
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.down(ops.gated(functional.linear(x, self.gate_up), self.gelu))
+        return self.down(self.gate_up(x))
 
 
 class Experts(nn.Module):
     """The experts of a mixture, as one grouped matrix product."""
 
-    def __init__(self, original: Any, gelu: bool) -> None:
+    def __init__(self, original: Any, gate: str) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.gelu = original.gate_up_proj, original.down_proj, gelu
+        self.gate_up_proj, self.down_proj, self.gelu = original.gate_up_proj, original.down_proj, gate == "gelu"
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return ops.experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.gelu)
@@ -58,14 +75,16 @@ class Experts(nn.Module):
 class Attention(nn.Module):
     """Attention with q, k and v in one matrix; norm, rotary embedding and the write to the cache in one kernel."""
 
-    def __init__(self, original: Any, scale: float, window: int, softcap: float, weight_offset: float) -> None:
+    def __init__(
+        self, original: Any, scale: float, window: int, softcap: float, weight_offset: float, int8: bool
+    ) -> None:
         super().__init__()
         projections = original.q_proj, original.k_proj, original.v_proj
-        self.sizes = [p.weight.shape[0] for p in projections]
-        self.weight = nn.Parameter(torch.cat([p.weight for p in projections]), requires_grad=False)
         biases = [p.bias for p in projections]
-        self.bias = None if biases[0] is None else nn.Parameter(torch.cat(biases), requires_grad=False)
-        self.o_proj, self.layer_idx, self.head_dim = original.o_proj, original.layer_idx, original.head_dim
+        weight, bias = torch.cat([p.weight for p in projections]), None if biases[0] is None else torch.cat(biases)
+        self.sizes, self.qkv = [p.weight.shape[0] for p in projections], Linear(weight, bias, int8=int8)
+        self.o_proj = _packed(original.o_proj, int8)
+        self.layer_idx, self.head_dim = original.layer_idx, original.head_dim
         self.scale, self.window, self.softcap, self.weight_offset = scale, window, softcap, weight_offset
         q_norm, k_norm = getattr(original, "q_norm", None), getattr(original, "k_norm", None)
         self.q_weight, self.k_weight = (None if norm is None else norm.weight for norm in (q_norm, k_norm))
@@ -80,7 +99,7 @@ class Attention(nn.Module):
         kv_cache: Any = None,
         **_kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        qkv = functional.linear(hidden_states[0], self.weight, self.bias)
+        qkv = self.qkv(hidden_states[0])
         parts = torch.split(qkv, self.sizes, -1)
         query, key, value = (part.view(len(qkv), -1, self.head_dim) for part in parts)
         cos, sin = (table[0] for table in position_embeddings)
@@ -90,21 +109,37 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(1)[None]), None
 
 
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the first addition inside the second norm."""
+
+    def __init__(self, original: Any) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = original.input_layernorm, original.self_attn
+        self.post_attention_layernorm, self.mlp = original.post_attention_layernorm, original.mlp
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+        total, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        normed = self.post_attention_layernorm(hidden_states, total)  # total += hidden_states
+        return total.add_(self.mlp(normed))
+
+
 @torch.inference_mode()
-def substitute(model: Any, layers: Mapping[int, LayerShape]) -> dict[str, int]:
+def substitute(model: Any, layers: Mapping[int, LayerShape], block_size: int, int8: bool = False) -> dict[str, int]:
     """Replace what can be replaced, in place; how many modules of each kind were.
 
+    `block_size`: of the KV cache that the model will run with. `int8`: quantize the weights of all layers, but not the
+    LM head, to int8, and what is multiplied by them as it comes.
     The originals of one module at a time are kept beside the merged weights, never those of the whole model.
     """
-    counts: Counter[str] = Counter()
+    fusion, counts = _Fusion(model, layers, block_size, int8), Counter[str]()
 
     def replace(parent: nn.Module) -> None:
-        for name in [name for name, _ in parent.named_children()]:
-            module = getattr(parent, name)
-            fused = next((one for one in _candidates(module, model) if _agree(module, one, model, layers)), None)
+        for name, module in list(parent.named_children()):
+            fused = fusion.of(module)
             if fused is None:
                 replace(module)
-            else:
+                fused = fusion.of_layer(module)
+            if fused is not None:
                 setattr(parent, name, fused)
                 counts[type(fused).__name__] += 1
 
@@ -112,33 +147,111 @@ def substitute(model: Any, layers: Mapping[int, LayerShape]) -> dict[str, int]:
     return dict(counts)
 
 
+def _packed(module: Any, int8: bool) -> Any:
+    """A plain linear module with its weights packed; any other as it is."""
+    return Linear(module.weight, module.bias, int8=int8) if type(module) is nn.Linear else module
+
+
+@dataclass(frozen=True)
+class _Fusion:
+    """Finds fused modules, and tries them, for one model."""
+
+    model: Any
+    layers: Mapping[int, LayerShape]
+    block_size: int
+    int8: bool
+
+    def of(self, module: nn.Module) -> nn.Module | None:
+        """A fused module that computes what `module` does, or None."""
+        return next((fused for fused in self._candidates(module) if self._agree(module, fused)), None)
+
+    def of_layer(self, module: Any) -> nn.Module | None:
+        """The same for a decoder layer whose parts have been fused."""
+        if [name for name, _ in module.named_children()] != [
+            "self_attn",
+            "mlp",
+            "input_layernorm",
+            "post_attention_layernorm",
+        ] or not isinstance(module.self_attn, Attention):
+            return None
+        fused = DecoderLayer(module)
+        return fused if self._agree(module, fused) else None
+
+    def _candidates(self, module: Any) -> Iterator[nn.Module]:
+        """Fused modules that may compute what `module` computes, likeliest first."""
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm") and _eps(module) is not None:
+            for offset in (0.0, 1.0):
+                yield RMSNorm(module.weight, _eps(module), offset)
+        elif kind.endswith("MLP") and all(_is_plain(module, name) for name in ("gate_proj", "up_proj")):
+            weight = torch.cat([module.gate_proj.weight, module.up_proj.weight])
+            for gate in _activations(module):
+                yield MLP(Linear(weight, gate=gate, int8=self.int8), _packed(module.down_proj, self.int8))
+        elif kind.endswith("MLP") and _is_plain(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            for gate in _activations(module):
+                gate_up = Linear(module.gate_up_proj.weight, gate=gate, int8=self.int8)
+                yield MLP(gate_up, _packed(module.down_proj, self.int8))
+        elif kind.endswith("Experts") and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            for gate in _activations(module) if ops.uses_triton(module.down_proj) else ():
+                yield Experts(module, gate)
+        elif kind.endswith("Attention") and all(
+            hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
+        ):
+            settings = _recorded(module, self.model, self.block_size)
+            if settings is not None and _heads_are_normed_alone(module):
+                for offset in (0.0, 1.0) if hasattr(module, "q_norm") else (0.0,):
+                    yield Attention(module, *settings, offset, self.int8)
+        elif type(module) is nn.Linear:
+            fused = _packed(module, self.int8 and module is not self.model.get_output_embeddings())
+            if fused.is_packed:
+                yield fused
+
+    def _agree(self, module: Any, fused: nn.Module) -> bool:
+        """Whether the two give the same on random input."""
+        dtype = next(module.parameters()).dtype
+        try:
+            own, ours = (out.float() for out in self._outputs(module, fused, dtype))
+        except Exception:  # a kernel that does not fit this GPU, or a module that takes other arguments
+            return False
+        tolerance = _INT8_TOLERANCE if self.int8 and not isinstance(fused, RMSNorm) else _TOLERANCE[dtype]
+        return bool((own - ours).norm() <= tolerance * own.norm())
+
+    def _outputs(self, module: Any, fused: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What the two give on the same random input."""
+        generator = torch.Generator().manual_seed(1)
+        device = module_device(module)
+        if isinstance(fused, (Attention, DecoderLayer)):
+            return self._attended(module, fused)
+        if isinstance(fused, Experts):
+            count, _, depth = module.gate_up_proj.shape
+            x = torch.randn(_TOKENS, depth, generator=generator).to(device, dtype)
+            weights, chosen = torch.rand(_TOKENS, count, generator=generator).to(device).topk(min(2, count))
+            return [one(x, chosen, weights.to(dtype)) for one in (module, fused)]
+        x = torch.randn(1, _TOKENS, _depth(module), generator=generator).to(device, dtype)
+        return [one(x) for one in (module, fused)]
+
+    def _attended(self, module: Any, fused: Any) -> list[torch.Tensor]:
+        attention = fused if isinstance(fused, Attention) else fused.self_attn
+        x, angles, batch = _attention_input(attention.layer_idx, self.model, self.block_size, module_device(module))
+        shapes = {attention.layer_idx: self.layers[attention.layer_idx]}
+        outs = []
+        for one in (module, fused):
+            cache = KVCache(shapes, -(-_TOKENS // self.block_size), self.block_size, self.model.dtype, x.device)
+            out = one(hidden_states=x, position_embeddings=angles, batch=batch, kv_cache=cache, attention_mask=None)
+            outs.append(out[0] if isinstance(out, tuple) else out)
+        return outs
+
+
 def module_device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
-def _candidates(module: Any, model: Any) -> Iterator[nn.Module]:
-    """Fused modules that may compute what `module` computes, likeliest first."""
-    kind = type(module).__name__
-    if kind.endswith("RMSNorm") and _eps(module) is not None:
-        for offset in (0.0, 1.0):
-            yield RMSNorm(module.weight, _eps(module), offset)
-    elif kind.endswith("MLP") and all(_is_plain(module, name) for name in ("gate_proj", "up_proj")):
-        weight = torch.cat([module.gate_proj.weight, module.up_proj.weight])
-        for gelu in _activations(module):
-            yield MLP(nn.Parameter(weight, requires_grad=False), module.down_proj, gelu)
-    elif kind.endswith("MLP") and _is_plain(module, "gate_up_proj") and hasattr(module, "down_proj"):
-        for gelu in _activations(module):
-            yield MLP(module.gate_up_proj.weight, module.down_proj, gelu)
-    elif kind.endswith("Experts") and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
-        for gelu in _activations(module):
-            yield Experts(module, gelu)
-    elif kind.endswith("Attention") and all(
-        hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim")
-    ):
-        settings = _recorded(module, model)
-        if settings is not None and _heads_are_normed_alone(module):
-            for offset in (0.0, 1.0) if hasattr(module, "q_norm") else (0.0,):
-                yield Attention(module, *settings, offset)
+def _depth(module: Any) -> int:
+    """The width of a module's input."""
+    if type(module) is nn.Linear:
+        return module.in_features
+    inner = next((getattr(module, name) for name in ("gate_proj", "gate_up_proj") if hasattr(module, name)), module)
+    return int(inner.weight.shape[-1])
 
 
 def _eps(module: Any) -> Any:
@@ -150,10 +263,10 @@ def _is_plain(module: Any, name: str) -> bool:
     return type(part) is nn.Linear and part.bias is None
 
 
-def _activations(module: Any) -> list[bool]:
-    """Whether to try GELU, SiLU or both first, by the name of the module's own."""
+def _activations(module: Any) -> list[str]:
+    """GELU and SiLU in the order to try them, by the name of the module's own."""
     act = type(getattr(module, "act_fn", getattr(module, "activation_fn", None))).__name__.lower()
-    return [True, False] if "gelu" in act else [False, True]
+    return ["gelu", "silu"] if "gelu" in act else ["silu", "gelu"]
 
 
 def _heads_are_normed_alone(module: Any) -> bool:
@@ -177,9 +290,9 @@ class _Recorder:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-def _recorded(module: Any, model: Any) -> tuple[float, int, float] | None:
+def _recorded(module: Any, model: Any, block_size: int) -> tuple[float, int, float] | None:
     recorder = _Recorder()
-    x, angles, batch = _attention_input(module, model)
+    x, angles, batch = _attention_input(module.layer_idx, model, block_size, module_device(module))
     try:
         module(hidden_states=x, position_embeddings=angles, attention_mask=None, batch=batch, kv_cache=recorder)
     except Exception:  # it takes other arguments: not one of ours
@@ -187,52 +300,19 @@ def _recorded(module: Any, model: Any) -> tuple[float, int, float] | None:
     return recorder.settings
 
 
-def _attention_input(module: Any, model: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Batch]:
-    device, dtype = module_device(module), model.dtype
+def _attention_input(
+    layer: int, model: Any, block_size: int, device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], Batch]:
+    text = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _TOKENS, module.q_proj.weight.shape[1], generator=generator).to(device, dtype)
-    batch = single(0, _TOKENS, -(-_TOKENS // _BLOCK_SIZE), _BLOCK_SIZE, device)
+    x = torch.randn(1, _TOKENS, text.hidden_size, generator=generator).to(device, model.dtype)
+    batch = single(0, _TOKENS, -(-_TOKENS // block_size), block_size, device)
     rotary = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         return x, (x, x), batch
     try:
         angles = rotary(x, batch.positions[None])
     except TypeError:  # one rotation for each type of layer
-        kinds = getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"]
-        angles = rotary(x, batch.positions[None], kinds[module.layer_idx])
+        kinds = getattr(text, "layer_types", None) or ["full_attention"]
+        angles = rotary(x, batch.positions[None], kinds[layer])
     return x, angles, batch
-
-
-def _agree(module: Any, fused: nn.Module, model: Any, layers: Mapping[int, LayerShape]) -> bool:
-    """Whether the two give the same on random input."""
-    try:
-        own, ours = (out.float() for out in _outputs(module, fused, model, layers))
-    except Exception:  # a kernel that does not fit this GPU, or a module that takes other arguments
-        return False
-    return bool((own - ours).norm() <= _TOLERANCE[next(module.parameters()).dtype] * own.norm())
-
-
-def _outputs(module: Any, fused: nn.Module, model: Any, layers: Mapping[int, LayerShape]) -> list[torch.Tensor]:
-    """What the two give on the same random input."""
-    generator = torch.Generator().manual_seed(1)
-    device, dtype = module_device(module), next(module.parameters()).dtype
-    if isinstance(fused, Attention):
-        x, angles, batch = _attention_input(module, model)
-        outs = []
-        for one in (module, fused):
-            shapes = {fused.layer_idx: layers[fused.layer_idx]}
-            cache = KVCache(shapes, -(-_TOKENS // _BLOCK_SIZE), _BLOCK_SIZE, dtype, device)
-            outs.append(
-                one(hidden_states=x, position_embeddings=angles, batch=batch, kv_cache=cache, attention_mask=None)[0]
-            )
-    elif isinstance(fused, Experts):
-        count, _, depth = module.gate_up_proj.shape
-        x = torch.randn(_TOKENS, depth, generator=generator).to(device, dtype)
-        weights, chosen = torch.rand(_TOKENS, count, generator=generator).to(device).topk(min(2, count))
-        outs = [one(x, chosen, weights.to(dtype)) for one in (module, fused)]
-    else:
-        weight: Any = fused.weight if isinstance(fused, RMSNorm) else fused.gate_up
-        depth = weight.shape[-1]
-        x = torch.randn(1, _TOKENS, depth, generator=generator).to(device, dtype)
-        outs = [one(x) for one in (module, fused)]
-    return outs

@@ -216,6 +216,11 @@ def resolve_dtype(dtype: str, device: str, config: Any) -> Any:
     return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
 
 
+def resolve_block_size(block_size: int | None, device: str) -> int:
+    """Tokens in a block of the KV cache. On a CPU longer ones: there a block is read by one core, one after another."""
+    return block_size or (128 if device == "cpu" else 32)
+
+
 def _cpu_has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 (AVX512-BF16, AMX, or Arm's bf16)."""
     try:

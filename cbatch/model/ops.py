@@ -1,14 +1,28 @@
-"""One function for each op: the Triton kernel on a GPU, torch's operators elsewhere."""
+"""One function for each op: the Triton kernel on a GPU, the C kernel on a CPU, torch's operators where neither can."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch.nn import functional
 
-from cbatch.kernels import reference, sdpa
+from cbatch.kernels import native, reference, sdpa
 from cbatch.model.batch import Batch
+from cbatch.model.fetch import cache_folder
 
 interpreted = False  # set by tests: Triton kernels on any device, through Triton's interpreter
+without_native = ""  # why there are no C kernels
+
+
+@cache
+def _library() -> native.Library | None:
+    global without_native
+    try:
+        return native.load(cache_folder())
+    except (native.Unavailable, RuntimeError) as error:  # or there is no home folder
+        without_native = str(error)
+        return None
 
 
 def uses_triton(x: torch.Tensor) -> bool:
@@ -20,6 +34,21 @@ def fits_triton(key_size: int, value_size: int) -> bool:
     return key_size == value_size <= 256 and (key_size >= 16 or interpreted)
 
 
+def c_kernels(x: torch.Tensor) -> native.Library | None:
+    """The C kernels, compiled when first needed, if `x` is for them."""
+    return _library() if x.device.type == "cpu" and not interpreted else None
+
+
+def _c_attention(k_cache: torch.Tensor, v_cache: torch.Tensor) -> native.Library | None:
+    """The C kernels, if this cache is kept in their layout."""
+    return c_kernels(k_cache) if native.fits(k_cache, v_cache) else None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether modules are worth replacing on this device."""
+    return interpreted or device.type == "cuda" or c_kernels(torch.empty(0, device=device)) is not None
+
+
 def store_kv(
     key: torch.Tensor, value: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
@@ -28,6 +57,8 @@ def store_kv(
         from cbatch.kernels.store_kv import store_kv as kernel
 
         kernel(key, value, k_cache, v_cache, slot_mapping)
+    elif (c := _c_attention(k_cache, v_cache)) is not None:
+        c.store_kv(None, key, value, k_cache, v_cache, slot_mapping)
     else:
         sdpa.store_kv(key, value, k_cache, v_cache, slot_mapping)
 
@@ -42,11 +73,14 @@ def paged_attention(
     softcap: float,
 ) -> torch.Tensor:
     """`reference.paged_attention` in the dtype of `query`."""
+    where = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens
     if uses_triton(query) and fits_triton(k_cache.shape[-1], v_cache.shape[-1]):
         from cbatch.kernels.paged_attention import paged_attention as kernel
 
-        where = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, batch.max_seqlen_q, batch.max_seq_len
-        return kernel(query, k_cache, v_cache, *where, scale, window, softcap)
+        longest = batch.max_seqlen_q, batch.max_seq_len
+        return kernel(query, k_cache, v_cache, *where, *longest, scale, window, softcap)
+    if (c := _c_attention(k_cache, v_cache)) is not None:
+        return c.paged_attention(query, k_cache, v_cache, (*where, batch.tasks), scale, window, softcap)
     return sdpa.paged_attention(query, k_cache, v_cache, batch.block_tables, batch.spans, scale, window, softcap)
 
 
@@ -70,8 +104,13 @@ def rope_store_kv(
         from cbatch.kernels.store_kv import rope_store_kv as kernel
 
         kernel(*arguments)
+    elif (c := _c_attention(k_cache, v_cache)) is not None:
+        c.store_kv(*arguments[:6], (cos, sin), (q_weight, k_weight, eps, weight_offset))
     else:
-        reference.rope_store_kv(*arguments)
+        query.copy_(reference.turn(query, cos, sin, q_weight, eps, weight_offset))
+        sdpa.store_kv(
+            reference.turn(key, cos, sin, k_weight, eps, weight_offset), value, k_cache, v_cache, slot_mapping
+        )
 
 
 def rms_norm(
@@ -86,17 +125,47 @@ def rms_norm(
         from cbatch.kernels.rms_norm import rms_norm as kernel
 
         return kernel(x, weight, eps, residual, weight_offset)
+    if native.can_norm(x, weight) and (c := c_kernels(x)) is not None:
+        return c.rms_norm(x, weight, eps, residual, weight_offset)
     return reference.rms_norm(x, weight, eps, residual, weight_offset)
 
 
-def gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-    """gate_up [..., 2N] -> act(gate) * up [..., N]; act is SiLU or tanh-approximated GELU."""
+def gated(gate_up: torch.Tensor, gate: str) -> torch.Tensor:
+    """gate_up [..., 2N] -> act(gate) * up [..., N]; `gate` is silu or gelu (tanh-approximated)."""
     if uses_triton(gate_up):
         from cbatch.kernels.gated import gelu_mul, silu_mul
 
-        return gelu_mul(gate_up) if gelu else silu_mul(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
+        return gelu_mul(gate_up) if gate == "gelu" else silu_mul(gate_up)
+    first, up = gate_up.chunk(2, -1)
+    return (functional.gelu(first, approximate="tanh") if gate == "gelu" else functional.silu(first)) * up
+
+
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None, gate: str | None = None, int8: bool = False
+) -> native.Packed | None:
+    """Weights [n, k] in the layout of the C kernels; None where torch's own product is used."""
+    c = c_kernels(weight)
+    return native.pack(weight, bias, gate, int8) if c and c.can_pack(weight, gate, int8) else None
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | native.Packed, bias: torch.Tensor | None = None, gate: str | None = None
+) -> torch.Tensor:
+    """x [..., k] times weights [n, k], plus a bias [n], then `gated` if there is a gate."""
+    if isinstance(weight, native.Packed):
+        library = _library()
+        assert library is not None
+        return library.linear(x, weight)
+    y = functional.linear(x, weight, bias)
+    return gated(y, gate) if gate else y
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[n, vocabulary] -> [n] int64: the lowest index of the largest, or -1 if that is not finite or one is NaN."""
+    if logits.dtype in (torch.bfloat16, torch.float32) and (c := c_kernels(logits)) is not None:
+        return c.argmax(logits)
+    valid = logits.amax(-1).isfinite()
+    return torch.where(valid, logits.argmax(-1), -1)
 
 
 def experts(

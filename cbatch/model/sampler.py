@@ -32,6 +32,8 @@ def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids:
     """
     if ops.uses_triton(logits):
         return _sample_on_device(logits, sequences, eos_token_ids)
+    if all(seq.params.temperature == 0 and not _adjusts(seq) for seq in sequences):
+        return ops.argmax(logits)
     logits = logits.float()
     valid = logits.amax(-1).isfinite()
     for row, seq in enumerate(sequences):
@@ -153,6 +155,11 @@ def _penalize(logits: torch.Tensor, seq: Sequence, eos_token_ids: SequenceOf[int
         generated = torch.tensor(seq.completion_ids, device=logits.device)
         tokens, counts = torch.unique(generated, return_counts=True)
         logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _adjusts(seq: Sequence) -> bool:
+    """Whether `_penalize` changes anything in this row now."""
+    return seq.params.has_penalties or seq.num_completion_tokens < seq.params.min_tokens
 
 
 def _barred(seq: Sequence, eos_token_ids: SequenceOf[int], vocabulary: int) -> list[int]:

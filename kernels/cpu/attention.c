@@ -1,0 +1,214 @@
+// Causal attention of ragged queries over a paged cache, read in place, and the write to that cache.
+//
+// A block of the cache holds, for each key/value head, keys as panels of 32 tokens [block_size / 32][D / u][32][u] and
+// values as [block_size / u][D][u]: u values of 4 bytes in all (2 bf16, 1 float32), that meet in one lane of a dot
+// product. So both products of attention are the tile of tile.h. Up to 12 rows (tokens times the heads that share keys
+// and values) go through the blocks together, with the running maximum and sum of softmax (arXiv:1805.02867).
+#include "tile.h"
+#include <stdlib.h>
+
+enum { PANEL = 32 };
+static const float NOTHING = -1e30f;  // below any score
+
+typedef struct {
+    void *query;                      // [T, H, D], rows of a token q_stride values apart
+    const void *key, *value;          // [T, H_kv, D], D of the values; k_stride, v_stride
+    void *k_cache, *v_cache, *out;    // out [T, H, D of the values]
+    const int64_t *slots;             // [T] block * block_size + offset, -1: not stored
+    const int64_t *tables;            // [S, table_stride]
+    const int64_t *starts;            // [S + 1] first query token of each sequence
+    const int64_t *lengths;           // [S] cached tokens, this step's included
+    const int64_t *tasks;             // [num_tasks, 3] sequence, first and last + 1 of its tokens in this step
+    const void *cos, *sin;            // [T, rotary] or NULL
+    const void *q_weight, *k_weight;  // [D] or NULL: of an RMSNorm before the rotation
+    int64_t num_tokens, num_tasks, heads, kv_heads, k_size, v_size, rotary, block_size, table_stride;
+    int64_t q_stride, k_stride, v_stride, window, is_bf16;
+    float scale, softcap, eps, weight_offset;
+} Attention;
+
+DEFINE_TILE(tile_bf16, BF16)
+DEFINE_TILE(tile_float, FLOAT32)
+
+INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// One head of one token, normalised and rotated: pairs (i, i + rotary / 2). k_size is a multiple of 16.
+INLINE void turn(const Attention *a, const void *x, const void *weight, int64_t token, float *y, const int is_bf16) {
+    const int64_t half = a->rotary / 2, angles = token * a->rotary;
+    vf squares = {0}, scale = splat(1.f);
+    for (int64_t i = 0; i < a->k_size; i += LANES) {
+        vf v = load(x, i, is_bf16);
+        store(y, i, v, 0);
+        squares += v * v;
+    }
+    if (weight) scale = splat(1.f / sqrtf(sum_of(squares) / a->k_size + a->eps));
+    for (int64_t i = 0; weight && i < a->k_size; i += LANES) {
+        vf normed = load(y, i, 0) * scale * (load(weight, i, is_bf16) + splat(a->weight_offset));
+        store(y, i, rounded(normed, is_bf16), 0);
+    }
+    int64_t i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        vf c = load(a->cos, angles + i, is_bf16), s = load(a->sin, angles + i, is_bf16);
+        vf first = load(y, i, 0), second = load(y, i + half, 0);
+        store(y, i, first * c - second * s, 0);
+        store(y, i + half, second * c + first * s, 0);
+    }
+    for (; i < half; i++) {
+        float c = load_one(a->cos, angles + i, is_bf16), s = load_one(a->sin, angles + i, is_bf16);
+        float first = y[i], second = y[i + half];
+        y[i] = first * c - second * s;
+        y[i + half] = second * c + first * s;
+    }
+}
+
+INLINE void store_token(const Attention *a, int64_t token, const int is_bf16) {
+    const int64_t unit = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4;
+    float turned[a->k_size];
+    char row[a->k_size * size];
+    for (int64_t head = 0; a->query && head < a->heads; head++) {
+        char *q = (char *)a->query + (token * a->q_stride + head * a->k_size) * size;
+        turn(a, q, a->q_weight, token, turned, is_bf16);
+        for (int64_t i = 0; i < a->k_size; i += LANES) store(q, i, load(turned, i, 0), is_bf16);
+    }
+    if (a->slots[token] < 0) return;
+    int64_t block = a->slots[token] / a->block_size, offset = a->slots[token] % a->block_size;
+    for (int64_t head = 0; head < a->kv_heads; head++) {
+        int64_t place = block * a->kv_heads + head;
+        char *k = (char *)a->k_cache + place * a->block_size * a->k_size * size;
+        char *v = (char *)a->v_cache + place * a->block_size * a->v_size * size;
+        const char *value = (const char *)a->value + (token * a->v_stride + head * a->v_size) * size;
+        turn(a, (const char *)a->key + (token * a->k_stride + head * a->k_size) * size, a->k_weight, token, turned, is_bf16);
+        for (int64_t i = 0; i < a->k_size; i += LANES) store(row, i, load(turned, i, 0), is_bf16);
+        k += offset / PANEL * PANEL * a->k_size * size + offset % PANEL * 4;
+        for (int64_t i = 0; i < a->k_size / unit; i++) memcpy(k + i * PANEL * 4, row + i * 4, 4);
+        v += offset / unit * a->v_size * 4 + offset % unit * size;
+        for (int64_t i = 0; i < a->v_size; i++) memcpy(v + i * 4, value + i * size, size);
+    }
+}
+
+// Rotates `query` in place if there is one, and writes keys and values to their slots.
+void store_kv(const Attention *a) {
+#pragma omp parallel for if (a->num_tokens > 4)
+    for (int64_t token = 0; token < a->num_tokens; token++) {
+        if (a->is_bf16) store_token(a, token, 1);
+        else store_token(a, token, 0);
+    }
+}
+
+// Scores of one row against a block -> weights 2^(score - maximum) of the columns first:stop, 0 elsewhere; returns the
+// factor by which what was summed before shrinks.
+INLINE float soften(const Attention *a, float *scores, void *weights, int64_t width, int64_t first, int64_t stop,
+                    float *maximum, float *sum, const int is_bf16) {
+    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const float log2e = 1.44269504088896341f;
+    vf most = splat(*maximum), total = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf s = load(scores, i, 0) * splat(a->scale);
+        if (a->softcap) {  // tanh(z) = 1 - 2 / (1 + exp(2 z))
+            vf twice = vmax(splat(-80.f), s * splat(2.f / a->softcap));
+            s = splat(a->softcap) * (splat(1.f) - splat(2.f) / (splat(1.f) + exp_of(-vmax(splat(-80.f), -twice))));
+        }
+        vi column = lanes + (int32_t)i, seen = (column >= (int32_t)first) & (column < (int32_t)stop);
+        s = choose(seen, s * splat(log2e), splat(NOTHING));
+        most = vmax(most, s);
+        store(scores, i, s, 0);
+    }
+    float before = *maximum, now = max_of(most);
+    for (int64_t i = 0; i < width; i += LANES) {
+        vf s = load(scores, i, 0), w = exp2_of(s - splat(now));
+        w = (vf)((vi)w & (s != splat(NOTHING)));
+        total += w;
+        store(weights, i, w, is_bf16);
+    }
+    float shrink = before == NOTHING ? 0.f : exp2f(before - now);
+    *maximum = now;
+    *sum = *sum * shrink + sum_of(total);
+    return shrink;
+}
+
+// Rows first:first + rows of the tokens times heads that share key/value head `head` of sequence s.
+INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch,
+                        const int is_bf16) {
+    const int64_t unit = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4, block_size = a->block_size;
+    const int64_t group = a->heads / a->kv_heads, start = a->starts[s], num_tokens = a->starts[s + 1] - start;
+    const int64_t before = a->lengths[s] - num_tokens;  // cached tokens ahead of this step's
+    float *scores = (float *)scratch, *sums = scores + ROWS * block_size;  // [rows, block_size], [rows, v_size]
+    char *weights = (char *)(sums + ROWS * (a->v_size + PANEL)), *query = weights + ROWS * block_size * size;
+    char *rest = query + ROWS * a->k_size * size;  // one row of units of values
+    float maximum[ROWS], sum[ROWS] = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t token = start + (first + r) / group, h = head * group + (first + r) % group;
+        memcpy(query + r * a->k_size * size, (char *)a->query + (token * a->q_stride + h * a->k_size) * size, a->k_size * size);
+        maximum[r] = NOTHING;
+    }
+    memset(sums, 0, rows * a->v_size * sizeof(float));
+    int64_t stop = before + (first + rows - 1) / group + 1;  // tokens that the last row sees
+    int64_t oldest = a->window ? at_least(0, before + first / group + 1 - a->window) : 0;
+    for (int64_t block = oldest / block_size; block * block_size < stop; block++) {
+        int64_t place = a->tables[s * a->table_stride + block] * a->kv_heads + head, base = block * block_size;
+        const char *k = (char *)a->k_cache + place * block_size * a->k_size * size;
+        const char *v = (char *)a->v_cache + place * block_size * a->v_size * size;
+        int64_t seen = at_most(block_size, stop - base), width = (seen + PANEL - 1) / PANEL * PANEL;
+        vi tile[ROWS][2];
+        for (int64_t p = 0; p < width; p += PANEL) {
+            (is_bf16 ? tile_bf16 : tile_float)(
+                query, a->k_size * size, k + p * a->k_size * size, PANEL * 4, 64, a->k_size / unit, tile, rows);
+            for (int64_t r = 0; r < rows; r++) memcpy(scores + r * block_size + p, tile[r], sizeof tile[r]);
+        }
+        float shrink[ROWS];
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t last = before + (first + r) / group - base;  // the row's own token, as a column of this block
+            int64_t from = a->window ? last + 1 - a->window : 0;
+            shrink[r] = soften(a, scores + r * block_size, weights + r * block_size * size, width, from, last + 1,
+                               &maximum[r], &sum[r], is_bf16);
+        }
+        int64_t units = seen / unit, odd = seen % unit;  // of an odd unit the second value was never written
+        for (int64_t i = 0; odd && i < a->v_size; i++)
+            ((uint32_t *)rest)[i] = ((const uint32_t *)v)[units * a->v_size + i] & 0xffff;
+        for (int64_t d = 0; d < a->v_size; d += PANEL) {
+            int64_t second = a->v_size - d > LANES ? 64 : 0;
+            (is_bf16 ? tile_bf16 : tile_float)(
+                weights, block_size * size, v + d * 4, a->v_size * 4, second, units, tile, rows);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t half = 0; half < (second ? 2 : 1); half++) {
+                    int64_t i = r * a->v_size + d + half * LANES;
+                    vf x = (vf)tile[r][half];
+                    if (odd)
+                        x = dot_bf16(x, load_units(rest + (d + half * LANES) * 4),
+                                     splat_unit(weights + (r * block_size + units * unit) * size));
+                    store(sums, i, load(sums, i, 0) * splat(shrink[r]) + x, 0);
+                }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t token = start + (first + r) / group, h = head * group + (first + r) % group;
+        vf scale = splat(1.f / sum[r]);
+        for (int64_t i = 0; i < a->v_size; i += LANES)
+            store(a->out, (token * a->heads + h) * a->v_size + i, load(sums, r * a->v_size + i, 0) * scale, is_bf16);
+    }
+}
+
+static void attend_bf16(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch) {
+    attend_rows(a, s, head, first, rows, scratch, 1);
+}
+static void attend_float(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch) {
+    attend_rows(a, s, head, first, rows, scratch, 0);
+}
+
+// Tasks come longest first, so that no thread is left alone with a long one at the end.
+void paged_attention(const Attention *a) {
+    int64_t group = a->heads / a->kv_heads;
+    size_t room = ROWS * 8 * (2 * a->block_size + a->v_size + PANEL + a->k_size) + 4 * a->v_size;
+#pragma omp parallel
+    {
+        char *scratch = aligned_alloc(64, (room + 63) / 64 * 64);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a->num_tasks * a->kv_heads; i++) {
+            const int64_t *task = a->tasks + i / a->kv_heads * 3;
+            for (int64_t row = task[1] * group; row < task[2] * group; row += ROWS)
+                (a->is_bf16 ? attend_bf16 : attend_float)(
+                    a, task[0], i % a->kv_heads, row, at_most(ROWS, task[2] * group - row), scratch);
+        }
+        free(scratch);
+    }
+}

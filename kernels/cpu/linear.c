@@ -1,0 +1,81 @@
+// y[M, N] = x[M, K] * w[N, K]^T for weights packed once: bf16, or int8 with one scale for each output.
+//
+// Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). A panel is
+// read from memory once a call, by one thread, and from its cache for every 12 rows.
+#include "tile.h"
+
+enum { PANEL = 32 };
+enum { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2 };  // gated: a panel holds 16 gates, then the 16 outputs that they scale
+
+typedef struct {
+    const void *x, *w;     // [M, K], rows `x_stride` bytes apart; panels
+    const float *x_scale;  // [M] int8 only: x is uint8, biased by 128
+    const float *w_scale;  // [N padded] int8 only
+    const float *offset;   // [N padded] int8 only: what the bias of x adds, 128 * the sum of an output's weights * w_scale
+    const float *bias;     // [N padded] or NULL
+    void *y;               // [M, N] bf16 or float32, rows `y_stride` values apart; half as wide if gated
+    int64_t m, n, units, x_stride, y_stride;  // units: K / u
+    int64_t epilogue, is_int8, is_bf16;       // is_bf16: y
+} Linear;
+
+DEFINE_TILE(tile_bf16, BF16)
+DEFINE_TILE(tile_int8, INT8)
+
+// x / (1 + exp(-z)): SiLU has z = x; for tanh-approximated GELU tanh(a) = 2 sigmoid(2 a) - 1.
+INLINE vf activate(vf x, int gelu) {
+    vf z = gelu ? splat(1.5957691216057308f) * (x + splat(0.044715f) * x * x * x) : x;
+    return x / (splat(1.f) + exp_of(-vmax(z, splat(-80.f))));
+}
+
+// Scale, add the bias, gate, and write 32 sums of one row.
+INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, const int is_bf16) {
+    char *out = (char *)l->y + row * l->y_stride * (is_bf16 ? 2 : 4);
+    vf y[2];
+    for (int half = 0; half < 2; half++) {
+        int64_t column = panel * PANEL + half * LANES;
+        y[half] = (vf)sums[half];
+        if (l->is_int8) {
+            y[half] = __builtin_convertvector(sums[half], vf) * load(l->w_scale, column, 0) - load(l->offset, column, 0);
+            y[half] *= splat(l->x_scale[row]);
+        }
+        if (l->bias) y[half] += load(l->bias, column, 0);
+        y[half] = rounded(y[half], is_bf16);
+    }
+    if (l->epilogue != PLAIN) {
+        vf gate = activate(y[0], l->epilogue == GELU_MUL);
+        store(out, panel * LANES, rounded(gate, is_bf16) * y[1], is_bf16);
+        return;
+    }
+    for (int half = 0; half < 2; half++) {
+        int64_t column = panel * PANEL + half * LANES, left = l->n - column;
+        if (left >= LANES) store(out, column, y[half], is_bf16);
+        else for (int64_t i = 0; i < left; i++) store_one(out, column + i, y[half][i], is_bf16);
+    }
+}
+
+void linear(const Linear *l) {
+    int64_t panels = (l->n + PANEL - 1) / PANEL, tiles = (l->m + ROWS - 1) / ROWS;
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        const char *w = (const char *)l->w + panel * l->units * PANEL * 4;
+        for (int64_t t = 0; t < tiles; t++) {
+            int64_t row = t * l->m / tiles, rows = (t + 1) * l->m / tiles - row;
+            const char *x = (const char *)l->x + row * l->x_stride;
+            vi sums[ROWS][2];
+            (l->is_int8 ? tile_int8 : tile_bf16)(x, l->x_stride, w, PANEL * 4, 64, l->units, sums, rows);
+            for (int64_t r = 0; r < rows; r++) {
+                if (l->is_bf16) finish(l, row + r, panel, sums[r], 1);
+                else finish(l, row + r, panel, sums[r], 0);
+            }
+        }
+    }
+}
+
+// Whether this CPU multiplies bf16 by itself; without, it is faster in float32.
+int multiplies_bf16(void) {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}

@@ -1,0 +1,94 @@
+// What is done row by row: normalise, quantise, choose the likeliest token.
+#include "simd.h"
+
+enum { WORTH_SHARING = 1 << 14 };  // values; below, one thread is done before another has woken up
+
+// y = h / sqrt(mean(h^2) + eps) * (weight + offset), h = x + residual if there is one, which it replaces.
+// x, y, residual [rows, n], weight [n], all bf16 or float32; n a multiple of 16; rows of x lie x_stride values apart.
+INLINE void norm_row(const void *x, void *residual, const void *weight, void *y, int64_t n, float eps, float offset,
+                     const int is_bf16) {
+    vf squares = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf h = load(x, i, is_bf16);
+        if (residual) {
+            store(residual, i, h + load(residual, i, is_bf16), is_bf16);
+            h = load(residual, i, is_bf16);
+        }
+        squares += h * h;
+    }
+    vf scale = splat(1.f / sqrtf(sum_of(squares) / n + eps));
+    const void *h = residual ? residual : x;
+    for (int64_t i = 0; i < n; i += LANES)
+        store(y, i, load(h, i, is_bf16) * scale * (load(weight, i, is_bf16) + splat(offset)), is_bf16);
+}
+
+void rms_norm(const char *x, char *residual, const void *weight, char *y, int64_t rows, int64_t n, int64_t x_stride,
+              float eps, float offset, int64_t is_bf16) {
+    int64_t size = is_bf16 ? 2 : 4, width = n * size;
+#pragma omp parallel for if (rows * n > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++) {
+        const char *from = x + r * x_stride * size;
+        char *kept = residual ? residual + r * width : 0, *to = y + r * width;
+        if (is_bf16) norm_row(from, kept, weight, to, n, eps, offset, 1);
+        else norm_row(from, kept, weight, to, n, eps, offset, 0);
+    }
+}
+
+typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
+
+// One row -> uint8, biased by 128, and the scale that it was divided by.
+INLINE float quantize_row(const void *x, uint8_t *q, int64_t n, const int is_bf16) {
+    vf most = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf v = load(x, i, is_bf16);
+        most = vmax(vmax(most, v), -v);
+    }
+    float scale = max_of(most) / 127.f;
+    vf inverse = splat(scale > 0 ? 1.f / scale : 0.f), magic = splat(12582912.f);  // 1.5 * 2^23: rounds
+    for (int64_t i = 0; i < n; i += LANES) {
+        vi whole = (vi)(load(x, i, is_bf16) * inverse + magic) - 0x4b400000 + 128;
+        *(bytes *)(q + i) = __builtin_convertvector(whole, bytes);
+    }
+    return scale;
+}
+
+// x [rows, n] bf16 or float32 -> q [rows, n], scales [rows]; n a multiple of 16.
+void quantize_rows(const char *x, uint8_t *q, float *scales, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {
+#pragma omp parallel for if (rows * n > WORTH_SHARING)
+    for (int64_t r = 0; r < rows; r++)
+        scales[r] = is_bf16 ? quantize_row(x + r * x_stride * 2, q + r * n, n, 1)
+                            : quantize_row(x + r * x_stride * 4, q + r * n, n, 0);
+}
+
+// The lowest index of the largest of n values, or -1 if that is not finite or one of them is not a number.
+INLINE int64_t largest(const void *x, int64_t n, const int is_bf16) {
+    vf best = splat(-INFINITY);
+    vi at = {0}, index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, invalid = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES, index += LANES) {
+        vf v = load(x, i, is_bf16);
+        vi more = v > best;
+        best = choose(more, v, best);
+        at = (vi)choose(more, (vf)index, (vf)at);
+        invalid |= v != v;
+    }
+    float most = -INFINITY;
+    int64_t where = -1;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (invalid[lane]) return -1;
+        if (best[lane] > most || (best[lane] == most && at[lane] < where)) most = best[lane], where = at[lane];
+    }
+    for (; i < n; i++) {
+        float v = load_one(x, i, is_bf16);
+        if (v != v) return -1;
+        if (v > most) most = v, where = i;
+    }
+    return isfinite(most) ? where : -1;
+}
+
+// x [rows, n], bf16 or float32, rows x_stride values apart -> tokens [rows].
+void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {
+#pragma omp parallel for
+    for (int64_t r = 0; r < rows; r++)
+        tokens[r] = is_bf16 ? largest(x + r * x_stride * 2, n, 1) : largest(x + r * x_stride * 4, n, 0);
+}

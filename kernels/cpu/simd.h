@@ -1,0 +1,109 @@
+// Vectors of 16 floats in the compiler's own vector types, so that one source serves every instruction set: with -march
+// of this machine they become one AVX-512 register, two AVX2 ones, or four of NEON.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 16 };
+typedef float vf __attribute__((vector_size(64), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(64), aligned(4)));
+typedef uint32_t vu __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t half16 __attribute__((vector_size(32), aligned(2)));
+typedef uint16_t bf16;
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_unit(const void *p) { int32_t x; memcpy(&x, p, 4); return x - (vi){0}; }
+INLINE vi load_units(const void *p) { return *(const vi *)p; }
+
+INLINE vf from_bf16(half16 x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
+// To the nearest, ties to even; a NaN stays one.
+INLINE half16 to_bf16(vf x) {
+#ifdef __AVX512BF16__
+    return (half16)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vu u = (vu)x;
+    vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    vu is_nan = (vu)(x != x);
+    return __builtin_convertvector((is_nan & ((u >> 16) | 0x40)) | (~is_nan & rounded), half16);
+#endif
+}
+
+INLINE float one_from_bf16(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+
+INLINE bf16 one_to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return f != f ? (u >> 16) | 0x40 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+// Tensors are bf16 or float32; `is_bf16` is a constant wherever these are inlined.
+INLINE vf load(const void *p, int64_t i, int is_bf16) {
+    return is_bf16 ? from_bf16(*(const half16 *)((const bf16 *)p + i)) : *(const vf *)((const float *)p + i);
+}
+INLINE void store(void *p, int64_t i, vf x, int is_bf16) {
+    if (is_bf16) *(half16 *)((bf16 *)p + i) = to_bf16(x);
+    else *(vf *)((float *)p + i) = x;
+}
+INLINE vf rounded(vf x, int is_bf16) { return is_bf16 ? from_bf16(to_bf16(x)) : x; }
+INLINE float load_one(const void *p, int64_t i, int is_bf16) {
+    return is_bf16 ? one_from_bf16(((const bf16 *)p)[i]) : ((const float *)p)[i];
+}
+INLINE void store_one(void *p, int64_t i, float x, int is_bf16) {
+    if (is_bf16) ((bf16 *)p)[i] = one_to_bf16(x);
+    else ((float *)p)[i] = x;
+}
+
+// A unit is 4 bytes that meet in one lane of a dot product: two bf16, four int8, or one float.
+INLINE vf dot_bf16(vf sum, vi a, vi b) {
+#ifdef __AVX512BF16__
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+    return sum + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & -65536) * (vf)(b & -65536);
+#endif
+}
+INLINE vf dot_float(vf sum, vi a, vi b) { return sum + (vf)a * (vf)b; }
+
+// Four products of an unsigned (u) and a signed (s) byte.
+INLINE vi dot_int8(vi sum, vi s, vi u) {
+#ifdef __AVX512VNNI__
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
+#else
+    for (int shift = 0; shift < 32; shift += 8) sum += ((s << (24 - shift)) >> 24) * ((u >> shift) & 255);
+    return sum;
+#endif
+}
+
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+#ifdef __AVX512F__
+INLINE float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+INLINE float sum_of(vf x) { float s = 0; for (int i = 0; i < LANES; i++) s += x[i]; return s; }
+INLINE float max_of(vf x) { float m = x[0]; for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m; return m; }
+#endif
+
+// 2^x for x <= 126, by a polynomial of degree 6 on [-0.5, 0.5] (relative error 2e-7); 0 below -126; NaN stays NaN.
+INLINE vf exp2_of(vf x) {
+    vi tiny = x < splat(-126.f);
+    x = choose(tiny, splat(-126.f), x);
+    vf shifted = x + splat(12582912.f);  // 1.5 * 2^23: rounds to a whole number
+    vi n = (vi)shifted - 0x4b400000;
+    vf r = x - (shifted - splat(12582912.f));
+    vf y = splat(1.535336188319500e-4f);
+    y = y * r + splat(1.339887440266574e-3f);
+    y = y * r + splat(9.618437357674640e-3f);
+    y = y * r + splat(5.550332471162809e-2f);
+    y = y * r + splat(2.402264791363012e-1f);
+    y = y * r + splat(6.931472028550421e-1f);
+    y = y * r + splat(1.f);
+    return (vf)(~tiny & (vi)(y * (vf)((n + 127) << 23)));
+}
+INLINE vf exp_of(vf x) { return exp2_of(x * splat(1.44269504088896341f)); }

@@ -1,0 +1,319 @@
+"""The C kernels for CPUs in `cpu/`: compiled once for this machine, then called through ctypes.
+
+Same contracts as `reference.py`. They take bfloat16 and float32. Threads are those of torch: its OpenMP library is made
+visible first, because a second one in the process would bring threads of its own that fight with the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_SOURCES = Path(__file__).parent / "cpu"
+_FLAGS = ["-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-Wno-psabi"]
+_PANEL, _LANES = 32, 16
+_DTYPES = torch.bfloat16, torch.float32
+_GATES = {None: 0, "silu": 1, "gelu": 2}
+_ADDRESS, _WORD, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Unavailable(Exception):
+    """There is no compiler, or it fails; the text says which."""
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [(name, _ADDRESS) for name in ("x", "w", "x_scale", "w_scale", "offset", "bias", "y")] + [
+        (name, _WORD) for name in ("m", "n", "units", "x_stride", "y_stride", "epilogue", "is_int8", "is_bf16")
+    ]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        (name, kind)
+        for kind, names in (
+            (
+                _ADDRESS,
+                "query key value k_cache v_cache out slots tables starts lengths tasks cos sin q_weight k_weight",
+            ),
+            (_WORD, "num_tokens num_tasks heads kv_heads k_size v_size rotary block_size table_stride"),
+            (_WORD, "q_stride k_stride v_stride window is_bf16"),
+            (_FLOAT, "scale softcap eps weight_offset"),
+        )
+        for name in names.split()
+    ]
+
+
+_SIGNATURES = {
+    "linear": [_ADDRESS],
+    "store_kv": [_ADDRESS],
+    "paged_attention": [_ADDRESS],
+    "rms_norm": [_ADDRESS] * 4 + [_WORD] * 3 + [_FLOAT] * 2 + [_WORD],
+    "quantize_rows": [_ADDRESS] * 3 + [_WORD] * 4,
+    "argmax": [_ADDRESS] * 2 + [_WORD] * 4,
+}
+
+
+def load(folder: Path) -> Library:
+    """The kernels, compiled into `folder` unless they are there already; Unavailable says why not."""
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
+    if compiler is None:
+        raise Unavailable("no C compiler (cc, gcc or clang)")
+    sources = sorted(_SOURCES.glob("*.[ch]"))
+    key = hashlib.blake2b(digest_size=12)
+    for part in [*(path.read_bytes() for path in sources), compiler.encode(), " ".join(_FLAGS).encode(), _cpu()]:
+        key.update(part)
+    path = folder / f"cpu-{key.hexdigest()}.so"
+    try:
+        if not path.exists():
+            _compile(compiler, [str(one) for one in sources if one.suffix == ".c"], path)
+        for openmp in _openmp():
+            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+        return Library(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise Unavailable(str(error)) from None
+
+
+def _compile(compiler: str, sources: list[str], path: Path) -> None:
+    """Compile into a file of another name first, so that no other process finds a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    own_openmp = [] if _openmp() else ["-fopenmp"]
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        objects = [str(Path(scratch) / f"{index}.o") for index in range(len(sources))]
+        running = [
+            subprocess.Popen([compiler, *_FLAGS, native, "-c", source, "-o", one], stderr=subprocess.PIPE, text=True)
+            for source, one in zip(sources, objects, strict=True)
+        ]
+        problems = [process.communicate()[1] for process in running]
+        if any(process.returncode for process in running):
+            raise Unavailable(f"{compiler} fails: {' '.join(problems).strip().splitlines()[0]}")
+        made = str(Path(scratch) / path.name)
+        linked = subprocess.run(
+            [compiler, "-shared", *own_openmp, *objects, "-lm", "-o", made], capture_output=True, text=True
+        )
+        if linked.returncode:
+            raise Unavailable(f"{compiler} fails: {linked.stderr.strip().splitlines()[0]}")
+        Path(made).replace(path)
+
+
+def _cpu() -> bytes:
+    """What tells this kind of CPU from others; a home folder may be shared by several."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor(), platform.machine()]
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or lines)
+    ).encode()
+
+
+def _openmp() -> list[str]:
+    """The OpenMP libraries that torch has brought into this process."""
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    except OSError:
+        return []
+    return [path for path in sorted(mapped) if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights [n, k] in panels; `scales`, `offset` and `bias` are [n padded] float32, the first two of int8 only."""
+
+    panels: Tensor
+    n: int
+    k: int
+    bias: Tensor | None
+    gate: str | None
+    scales: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def pack(weight: Tensor, bias: Tensor | None, gate: str | None, int8: bool) -> Packed:
+    """Weights [n, k] for `Library.linear`. With a `gate` (silu or gelu) the first half of the outputs scales the rest.
+
+    int8: each output has its own scale, and so has each row of the input.
+    """
+    n, k = weight.shape
+    if gate:
+        weight, bias = _interleave(weight), None if bias is None else _interleave(bias)
+    padding, unit = -n % _PANEL, 4 if int8 else 2
+    weight = functional.pad(weight, (0, 0, 0, padding))
+    bias = None if bias is None else functional.pad(bias.float(), (0, padding)).contiguous()
+    scales = offset = None
+    if int8:
+        wide = weight.float()
+        scales = wide.abs().amax(1).clamp(min=1e-30) / 127
+        weight = (wide / scales[:, None]).round().to(torch.int8)
+        offset = 128 * scales * weight.sum(1, dtype=torch.int32)
+    panels = weight.view(-1, _PANEL, k // unit, unit).permute(0, 2, 1, 3).contiguous()
+    return Packed(panels, n, k, bias, gate, scales, offset)
+
+
+def _interleave(x: Tensor) -> Tensor:
+    """Gates and what they scale, in turns of 16."""
+    gate, up = x.chunk(2)
+    return torch.stack([gate.unflatten(0, (-1, _LANES)), up.unflatten(0, (-1, _LANES))], 1).flatten(0, 2)
+
+
+class Library:
+    """The compiled kernels. Inputs are on the CPU; rows of a matrix are contiguous in themselves."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, kinds in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = kinds, None
+        self._c: Any = library
+        self._multiplies_bf16 = bool(library.multiplies_bf16())
+
+    def can_pack(self, weight: Tensor, gate: str | None, int8: bool) -> bool:
+        """Whether `pack` takes these weights [n, k], and `linear` is fast with them."""
+        n, k = weight.shape
+        fast = int8 or (weight.dtype == torch.bfloat16 and self._multiplies_bf16)
+        return fast and weight.dtype in _DTYPES and k % _LANES == 0 and (gate is None or n % _PANEL == 0)
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """x [..., k] -> [..., n] of the same dtype, or half as wide if gated."""
+        rows = x.reshape(-1, packed.k)
+        m, width, is_bf16 = len(rows), packed.n // 2 if packed.gate else packed.n, x.dtype == torch.bfloat16
+        out = torch.empty(m, width, dtype=x.dtype)
+        call = _Linear(
+            rows.data_ptr(), packed.panels.data_ptr(), None, None, None, _address(packed.bias), out.data_ptr(),
+            m, packed.n, packed.panels.shape[1], rows.stride(0) * 2, width, _GATES[packed.gate], 0, is_bf16,
+        )  # fmt: skip
+        if packed.scales is not None and packed.offset is not None:
+            bytes_, scale = torch.empty(m, packed.k, dtype=torch.uint8), torch.empty(m)
+            self._c.quantize_rows(
+                rows.data_ptr(), bytes_.data_ptr(), scale.data_ptr(), m, packed.k, rows.stride(0), is_bf16
+            )
+            call.x, call.x_stride, call.is_int8 = bytes_.data_ptr(), packed.k, 1
+            call.x_scale, call.w_scale, call.offset = (
+                scale.data_ptr(),
+                packed.scales.data_ptr(),
+                packed.offset.data_ptr(),
+            )
+        self._c.linear(ctypes.addressof(call))
+        return out.view(*x.shape[:-1], width)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float) -> Tensor:
+        """`reference.rms_norm`, for a row size that is a multiple of 16."""
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty(rows.shape, dtype=x.dtype)
+        self._c.rms_norm(
+            rows.data_ptr(), _address(residual), weight.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0),
+            eps, weight_offset, x.dtype == torch.bfloat16,
+        )  # fmt: skip
+        return out.view(x.shape)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[n, vocabulary] -> [n] int64: the lowest index of the largest, or -1 if it is not finite or one is NaN."""
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        self._c.argmax(
+            logits.data_ptr(), tokens.data_ptr(), *logits.shape, logits.stride(0), logits.dtype == torch.bfloat16
+        )
+        return tokens
+
+    def store_kv(
+        self,
+        query: Tensor | None,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        angles: tuple[Tensor, Tensor] | None = None,
+        norms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0),
+    ) -> None:
+        """`reference.rope_store_kv` with `angles`, else `reference.store_kv`; the cache is in the layout of `cpu/`."""
+        call = _attention(k_cache, v_cache)
+        key, value = _rows(key), _rows(value)
+        call.key, call.value, call.k_stride, call.v_stride = (
+            key.data_ptr(),
+            value.data_ptr(),
+            key.stride(0),
+            value.stride(0),
+        )
+        call.slots, call.num_tokens = slot_mapping.data_ptr(), len(key)
+        if query is not None:
+            call.query, call.q_stride, call.heads = query.data_ptr(), query.stride(0), query.shape[1]
+        if angles is not None:
+            cos, sin = (one.to(key.dtype).contiguous() for one in angles)
+            call.cos, call.sin, call.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        call.q_weight, call.k_weight = _address(norms[0]), _address(norms[1])
+        call.eps, call.weight_offset = norms[2:]
+        self._c.store_kv(ctypes.addressof(call))
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        where: Sequence[Tensor],
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """`reference.paged_attention` in the dtype of `query`.
+
+        `where`: block_tables, cu_seqlens_q, seq_lens, and tasks [n, 3]: sequence, first and last + 1 of its tokens of
+        this step. Together they are all the tokens, the longest task first.
+        """
+        query = _rows(query)
+        tables, starts, lengths, tasks = where
+        out = query.new_empty(*query.shape[:2], v_cache.shape[3])
+        call = _attention(k_cache, v_cache)
+        call.query, call.q_stride, call.heads, call.out = (
+            query.data_ptr(),
+            query.stride(0),
+            query.shape[1],
+            out.data_ptr(),
+        )
+        call.tables, call.table_stride, call.starts = tables.data_ptr(), tables.stride(0), starts.data_ptr()
+        call.lengths, call.tasks, call.num_tasks = lengths.data_ptr(), tasks.data_ptr(), len(tasks)
+        call.scale, call.window, call.softcap = scale, window, softcap
+        self._c.paged_attention(ctypes.addressof(call))
+        return out
+
+
+def fits(k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the kernels take caches [num_blocks, block_size, H_kv, D] of this shape and dtype."""
+    return (
+        k_cache.dtype in _DTYPES
+        and k_cache.shape[1] % _PANEL == 0
+        and k_cache.shape[3] % _LANES == v_cache.shape[3] % _LANES == 0
+    )
+
+
+def can_norm(x: Tensor, weight: Tensor) -> bool:
+    """Whether `Library.rms_norm` takes rows and weights of these shapes and dtypes."""
+    return x.dtype == weight.dtype and x.dtype in _DTYPES and x.shape[-1] % _LANES == 0
+
+
+def _attention(k_cache: Tensor, v_cache: Tensor) -> _Attention:
+    _, block_size, kv_heads, k_size = k_cache.shape
+    return _Attention(
+        k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(), kv_heads=kv_heads, k_size=k_size,
+        v_size=v_cache.shape[3], block_size=block_size, is_bf16=k_cache.dtype == torch.bfloat16,
+    )  # fmt: skip
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, H, D] with the heads of a token back to back."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
