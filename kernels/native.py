@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
+import mmap
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +132,30 @@ def _openmp() -> list[str]:
     return [path for path in sorted(mapped) if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
 
 
+class Pages:
+    """Hands out memory that is in pages of 2 MiB where the system has them, and that is taken when first written.
+
+    With pages of 4 KiB, finding them is a good part of the time that reading them takes.
+    """
+
+    _CHUNK = 64 * 1024**2  # bytes mapped at a time
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, or rather one of zeros."""
+        size = math.prod(shape) * dtype.itemsize
+        if size > len(self._rest):
+            memory = mmap.mmap(-1, max(size, self._CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a kernel without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            self._rest = torch.frombuffer(memory, dtype=torch.uint8)
+        taken, self._rest = self._rest[:size], self._rest[-(-size // 64) * 64 :]
+        return taken.view(dtype).view(shape)
+
+
 @dataclass(frozen=True)
 class Packed:
     """Weights [n, k] in panels; `scales`, `offset` and `bias` are [n padded] float32, the first two of int8 only."""
@@ -140,27 +167,6 @@ class Packed:
     gate: str | None
     scales: Tensor | None = None
     offset: Tensor | None = None
-
-
-def pack(weight: Tensor, bias: Tensor | None, gate: str | None, int8: bool) -> Packed:
-    """Weights [n, k] for `Library.linear`. With a `gate` (silu or gelu) the first half of the outputs scales the rest.
-
-    int8: each output has its own scale, and so has each row of the input.
-    """
-    n, k = weight.shape
-    if gate:
-        weight, bias = _interleave(weight), None if bias is None else _interleave(bias)
-    padding, unit = -n % _PANEL, 4 if int8 else 2
-    weight = functional.pad(weight, (0, 0, 0, padding))
-    bias = None if bias is None else functional.pad(bias.float(), (0, padding)).contiguous()
-    scales = offset = None
-    if int8:
-        wide = weight.float()
-        scales = wide.abs().amax(1).clamp(min=1e-30) / 127
-        weight = (wide / scales[:, None]).round().to(torch.int8)
-        offset = 128 * scales * weight.sum(1, dtype=torch.int32)
-    panels = weight.view(-1, _PANEL, k // unit, unit).permute(0, 2, 1, 3).contiguous()
-    return Packed(panels, n, k, bias, gate, scales, offset)
 
 
 def _interleave(x: Tensor) -> Tensor:
@@ -177,6 +183,7 @@ class Library:
             function = getattr(library, name)
             function.argtypes, function.restype = kinds, None
         self._c: Any = library
+        self._pages = Pages()
         self._multiplies_bf16 = bool(library.multiplies_bf16())
 
     def can_pack(self, weight: Tensor, gate: str | None, int8: bool) -> bool:
@@ -184,6 +191,26 @@ class Library:
         n, k = weight.shape
         fast = int8 or (weight.dtype == torch.bfloat16 and self._multiplies_bf16)
         return fast and weight.dtype in _DTYPES and k % _LANES == 0 and (gate is None or n % _PANEL == 0)
+
+    def pack(self, weight: Tensor, bias: Tensor | None, gate: str | None, int8: bool) -> Packed:
+        """Weights [n, k] for `linear`. With a `gate` (silu or gelu) the first half of the outputs scales the rest.
+
+        int8: each output has its own scale, and so has each row of the input.
+        """
+        n, k = weight.shape
+        if gate:
+            weight, bias = _interleave(weight), None if bias is None else _interleave(bias)
+        padding, unit = -n % _PANEL, 4 if int8 else 2
+        weight = functional.pad(weight, (0, 0, 0, padding))
+        bias = None if bias is None else functional.pad(bias.float(), (0, padding)).contiguous()
+        scales = offset = None
+        if int8:
+            wide = weight.float()
+            scales = wide.abs().amax(1).clamp(min=1e-30) / 127
+            weight = (wide / scales[:, None]).round().to(torch.int8)
+            offset = 128 * scales * weight.sum(1, dtype=torch.int32)
+        panels = weight.view(-1, _PANEL, k // unit, unit).permute(0, 2, 1, 3)
+        return Packed(self._pages.take(panels.shape, panels.dtype).copy_(panels), n, k, bias, gate, scales, offset)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """x [..., k] -> [..., n] of the same dtype, or half as wide if gated."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from cbatch.kernels.native import Pages
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 
@@ -47,7 +45,9 @@ class KVCache:
     ) -> None:
         def tensor(layer: LayerShape, size: int) -> torch.Tensor:
             shape = num_blocks, block_size, layer.num_kv_heads, size
-            return _huge_pages(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+            return pages.take(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+
+        pages = Pages()
 
         self.k = {index: tensor(layer, layer.key_size) for index, layer in layers.items()}
         self.v = {index: tensor(layer, layer.value_size) for index, layer in layers.items()}
@@ -89,16 +89,6 @@ class KVCache:
             query, key, value, k_cache, v_cache, batch.slot_mapping, cos, sin, q_weight, k_weight, eps, weight_offset
         )
         return ops.paged_attention(query, k_cache, v_cache, batch, *settings)
-
-
-def _huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory that is taken when first written, in pages of 2 MiB where the system has them: blocks are read from all
-    over it, and with pages of 4 KiB half of the time goes into finding them."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def count_blocks(

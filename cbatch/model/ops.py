@@ -145,7 +145,7 @@ def pack(
 ) -> native.Packed | None:
     """Weights [n, k] in the layout of the C kernels; None where torch's own product is used."""
     c = c_kernels(weight)
-    return native.pack(weight, bias, gate, int8) if c and c.can_pack(weight, gate, int8) else None
+    return c.pack(weight, bias, gate, int8) if c and c.can_pack(weight, gate, int8) else None
 
 
 def linear(

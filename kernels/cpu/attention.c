@@ -28,6 +28,8 @@ typedef struct {
 
 DEFINE_TILE(tile_bf16, BF16)
 DEFINE_TILE(tile_float, FLOAT32)
+DEFINE_WIDE_TILE(wide_bf16, BF16)
+DEFINE_WIDE_TILE(wide_float, FLOAT32)
 
 INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,50 +97,102 @@ void store_kv(const Attention *a) {
     }
 }
 
-// Scores of one row against a block -> weights 2^(score - maximum) of the columns first:stop, 0 elsewhere; returns the
-// factor by which what was summed before shrinks.
-INLINE float soften(const Attention *a, float *scores, void *weights, int64_t width, int64_t first, int64_t stop,
-                    float *maximum, float *sum, const int is_bf16) {
+// Scores [width] of one row against a block, in place -> in units of log2, NOTHING outside the columns first:stop; their
+// maximum.
+INLINE vf masked(const Attention *a, float *scores, int64_t width, int64_t first, int64_t stop) {
     const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const float log2e = 1.44269504088896341f;
-    vf most = splat(*maximum), total = {0};
+    const vf scale = splat(a->softcap ? a->scale : a->scale * log2e);
+    vf most = splat(NOTHING);
     for (int64_t i = 0; i < width; i += LANES) {
-        vf s = load(scores, i, 0) * splat(a->scale);
+        vf s = load(scores, i, 0) * scale;
         if (a->softcap) {  // tanh(z) = 1 - 2 / (1 + exp(2 z))
             vf twice = vmax(splat(-80.f), s * splat(2.f / a->softcap));
-            s = splat(a->softcap) * (splat(1.f) - splat(2.f) / (splat(1.f) + exp_of(-vmax(splat(-80.f), -twice))));
+            s = splat(a->softcap * log2e) * (splat(1.f) - splat(2.f) / (splat(1.f) + exp_of(-vmax(splat(-80.f), -twice))));
         }
-        vi column = lanes + (int32_t)i, seen = (column >= (int32_t)first) & (column < (int32_t)stop);
-        s = choose(seen, s * splat(log2e), splat(NOTHING));
+        if (i < first || i + LANES > stop) {
+            vi column = lanes + (int32_t)i;
+            s = choose((column >= (int32_t)first) & (column < (int32_t)stop), s, splat(NOTHING));
+        }
         most = vmax(most, s);
         store(scores, i, s, 0);
     }
-    float before = *maximum, now = max_of(most);
+    return most;
+}
+
+// Scores of one row against a block -> weights 2^(score - maximum), 0 outside the columns first:stop; returns the factor
+// by which what was summed before shrinks.
+INLINE float soften(const Attention *a, float *scores, void *weights, int64_t width, int64_t first, int64_t stop,
+                    float *maximum, float *sum, const int is_bf16) {
+    float before = *maximum, most = max_of(masked(a, scores, width, first, stop)), now = most > before ? most : before;
+    vf total = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         vf s = load(scores, i, 0), w = exp2_of(s - splat(now));
-        w = (vf)((vi)w & (s != splat(NOTHING)));
+        if (i < first || i + LANES > stop) w = (vf)((vi)w & (s != splat(NOTHING)));
         total += w;
         store(weights, i, w, is_bf16);
     }
-    float shrink = before == NOTHING ? 0.f : exp2f(before - now);
+    float shrink = before == NOTHING ? 0.f : exp2_of(splat(before - now))[0];
     *maximum = now;
     *sum = *sum * shrink + sum_of(total);
     return shrink;
 }
 
+// scores [rows, block_size] = query [rows, k_size] * keys of a block, for its first `width` tokens.
+INLINE void score(const Attention *a, const char *query, const char *k, int64_t width, float *scores, int64_t rows,
+                  const int is_bf16) {
+    const int64_t row_bytes = a->k_size * (is_bf16 ? 2 : 4), panel_bytes = PANEL * row_bytes, units = row_bytes / 4;
+    vi tile[ROWS][2];
+    for (int64_t p = 0; p < width; p += PANEL, k += panel_bytes) {
+        int pair = rows <= ROWS / 2 && width - p > PANEL;
+        if (pair) (is_bf16 ? wide_bf16 : wide_float)(query, row_bytes, k, PANEL * 4, panel_bytes, units, tile, rows);
+        else (is_bf16 ? tile_bf16 : tile_float)(query, row_bytes, k, PANEL * 4, 64, 0, units, tile, rows);
+        for (int64_t r = 0; r < rows; r++) {
+            memcpy(scores + r * a->block_size + p, tile[r], sizeof tile[r]);
+            if (pair) memcpy(scores + r * a->block_size + p + PANEL, tile[ROWS / 2 + r], sizeof tile[r]);
+        }
+        if (pair) p += PANEL, k += panel_bytes;
+    }
+}
+
+// sums [rows, v_size] = sums * shrink + weights [rows, block_size] * values of a block, for its first `seen` tokens.
+INLINE void gather(const Attention *a, const char *weights, const char *v, int64_t seen, float *sums, const float *shrink,
+                   int64_t rows, const int is_bf16) {
+    const int64_t unit = is_bf16 ? 2 : 1, weights_bytes = a->block_size * 4 / unit;
+    const int64_t units = seen / unit, odd = seen % unit;  // of an odd unit the second value was never written
+    vi tile[ROWS][2];
+    for (int64_t d = 0, wide; d < a->v_size; d += wide) {
+        const char *w = v + d * 4;
+        wide = rows <= ROWS / 2 && a->v_size - d >= 2 * PANEL ? 2 * PANEL : at_most(PANEL, a->v_size - d);
+        if (wide > PANEL)
+            (is_bf16 ? wide_bf16 : wide_float)(weights, weights_bytes, w, a->v_size * 4, 128, units, tile, rows);
+        else
+            (is_bf16 ? tile_bf16 : tile_float)(
+                weights, weights_bytes, w, a->v_size * 4, wide > LANES ? 64 : 0, 0, units, tile, rows);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < wide; i += LANES) {
+                vf x = (vf)tile[i < PANEL ? r : ROWS / 2 + r][i / LANES % 2];
+                if (odd)
+                    x = dot_bf16(x, load_units(w + units * a->v_size * 4 + i * 4) & 0xffff,
+                                 splat_unit(weights + r * weights_bytes + units * 4));
+                float *sum = sums + r * a->v_size + d + i;
+                store(sum, 0, load(sum, 0, 0) * splat(shrink[r]) + x, 0);
+            }
+    }
+}
+
 // Rows first:first + rows of the tokens times heads that share key/value head `head` of sequence s.
 INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch,
                         const int is_bf16) {
-    const int64_t unit = is_bf16 ? 2 : 1, size = is_bf16 ? 2 : 4, block_size = a->block_size;
+    const int64_t size = is_bf16 ? 2 : 4, block_size = a->block_size, row_bytes = a->k_size * size;
     const int64_t group = a->heads / a->kv_heads, start = a->starts[s], num_tokens = a->starts[s + 1] - start;
     const int64_t before = a->lengths[s] - num_tokens;  // cached tokens ahead of this step's
     float *scores = (float *)scratch, *sums = scores + ROWS * block_size;  // [rows, block_size], [rows, v_size]
-    char *weights = (char *)(sums + ROWS * (a->v_size + PANEL)), *query = weights + ROWS * block_size * size;
-    char *rest = query + ROWS * a->k_size * size;  // one row of units of values
-    float maximum[ROWS], sum[ROWS] = {0};
+    char *weights = (char *)(sums + ROWS * a->v_size), *query = weights + ROWS * block_size * size;
+    float maximum[ROWS], sum[ROWS] = {0}, shrink[ROWS];
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = start + (first + r) / group, h = head * group + (first + r) % group;
-        memcpy(query + r * a->k_size * size, (char *)a->query + (token * a->q_stride + h * a->k_size) * size, a->k_size * size);
+        memcpy(query + r * row_bytes, (char *)a->query + (token * a->q_stride + h * a->k_size) * size, row_bytes);
         maximum[r] = NOTHING;
     }
     memset(sums, 0, rows * a->v_size * sizeof(float));
@@ -146,39 +200,18 @@ INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t fir
     int64_t oldest = a->window ? at_least(0, before + first / group + 1 - a->window) : 0;
     for (int64_t block = oldest / block_size; block * block_size < stop; block++) {
         int64_t place = a->tables[s * a->table_stride + block] * a->kv_heads + head, base = block * block_size;
-        const char *k = (char *)a->k_cache + place * block_size * a->k_size * size;
+        const char *k = (char *)a->k_cache + place * block_size * row_bytes;
         const char *v = (char *)a->v_cache + place * block_size * a->v_size * size;
         int64_t seen = at_most(block_size, stop - base), width = (seen + PANEL - 1) / PANEL * PANEL;
-        vi tile[ROWS][2];
-        for (int64_t p = 0; p < width; p += PANEL) {
-            (is_bf16 ? tile_bf16 : tile_float)(
-                query, a->k_size * size, k + p * a->k_size * size, PANEL * 4, 64, a->k_size / unit, tile, rows);
-            for (int64_t r = 0; r < rows; r++) memcpy(scores + r * block_size + p, tile[r], sizeof tile[r]);
-        }
-        float shrink[ROWS];
+        for (int64_t i = 0; rows <= ROWS / 2 && i < seen * a->v_size * size; i += 64) __builtin_prefetch(v + i, 0, 0);
+        score(a, query, k, width, scores, rows, is_bf16);
         for (int64_t r = 0; r < rows; r++) {
             int64_t last = before + (first + r) / group - base;  // the row's own token, as a column of this block
-            int64_t from = a->window ? last + 1 - a->window : 0;
-            shrink[r] = soften(a, scores + r * block_size, weights + r * block_size * size, width, from, last + 1,
-                               &maximum[r], &sum[r], is_bf16);
+            int64_t from = a->window ? at_least(0, last + 1 - a->window) : 0;
+            shrink[r] = soften(a, scores + r * block_size, weights + r * block_size * size, width, from,
+                               at_least(0, last + 1), &maximum[r], &sum[r], is_bf16);
         }
-        int64_t units = seen / unit, odd = seen % unit;  // of an odd unit the second value was never written
-        for (int64_t i = 0; odd && i < a->v_size; i++)
-            ((uint32_t *)rest)[i] = ((const uint32_t *)v)[units * a->v_size + i] & 0xffff;
-        for (int64_t d = 0; d < a->v_size; d += PANEL) {
-            int64_t second = a->v_size - d > LANES ? 64 : 0;
-            (is_bf16 ? tile_bf16 : tile_float)(
-                weights, block_size * size, v + d * 4, a->v_size * 4, second, units, tile, rows);
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t half = 0; half < (second ? 2 : 1); half++) {
-                    int64_t i = r * a->v_size + d + half * LANES;
-                    vf x = (vf)tile[r][half];
-                    if (odd)
-                        x = dot_bf16(x, load_units(rest + (d + half * LANES) * 4),
-                                     splat_unit(weights + (r * block_size + units * unit) * size));
-                    store(sums, i, load(sums, i, 0) * splat(shrink[r]) + x, 0);
-                }
-        }
+        gather(a, weights, v, seen, sums, shrink, rows, is_bf16);
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = start + (first + r) / group, h = head * group + (first + r) % group;
@@ -198,7 +231,7 @@ static void attend_float(const Attention *a, int64_t s, int64_t head, int64_t fi
 // Tasks come longest first, so that no thread is left alone with a long one at the end.
 void paged_attention(const Attention *a) {
     int64_t group = a->heads / a->kv_heads;
-    size_t room = ROWS * 8 * (2 * a->block_size + a->v_size + PANEL + a->k_size) + 4 * a->v_size;
+    size_t room = ROWS * 4 * (2 * a->block_size + a->v_size + a->k_size);
 #pragma omp parallel
     {
         char *scratch = aligned_alloc(64, (room + 63) / 64 * 64);

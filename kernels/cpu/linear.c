@@ -3,6 +3,7 @@
 // Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). A panel is
 // read from memory once a call, by one thread, and from its cache for every 12 rows.
 #include "tile.h"
+#include <omp.h>
 
 enum { PANEL = 32 };
 enum { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2 };  // gated: a panel holds 16 gates, then the 16 outputs that they scale
@@ -54,15 +55,18 @@ INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, 
 }
 
 void linear(const Linear *l) {
-    int64_t panels = (l->n + PANEL - 1) / PANEL, tiles = (l->m + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(dynamic, 1)
+    int64_t panels = (l->n + PANEL - 1) / PANEL, tiles = (l->m + ROWS - 1) / ROWS, panel_bytes = l->units * PANEL * 4;
+    int64_t together = panels / (3 * omp_get_max_threads());  // neighbours for one thread, which fetches the next ahead
+    together = together < 1 ? 1 : together > 4 ? 4 : together;
+#pragma omp parallel for schedule(dynamic, together)
     for (int64_t panel = 0; panel < panels; panel++) {
-        const char *w = (const char *)l->w + panel * l->units * PANEL * 4;
+        const char *w = (const char *)l->w + panel * panel_bytes;
         for (int64_t t = 0; t < tiles; t++) {
             int64_t row = t * l->m / tiles, rows = (t + 1) * l->m / tiles - row;
+            int64_t ahead = t == tiles - 1 && panel + 1 < panels ? panel_bytes : 0;
             const char *x = (const char *)l->x + row * l->x_stride;
             vi sums[ROWS][2];
-            (l->is_int8 ? tile_int8 : tile_bf16)(x, l->x_stride, w, PANEL * 4, 64, l->units, sums, rows);
+            (l->is_int8 ? tile_int8 : tile_bf16)(x, l->x_stride, w, PANEL * 4, 64, ahead, l->units, sums, rows);
             for (int64_t r = 0; r < rows; r++) {
                 if (l->is_bf16) finish(l, row + r, panel, sums[r], 1);
                 else finish(l, row + r, panel, sums[r], 0);

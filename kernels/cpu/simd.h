@@ -81,21 +81,22 @@ INLINE vi dot_int8(vi sum, vi s, vi u) {
 }
 
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+
+// The larger; b if one of them is not a number.
 #ifdef __AVX512F__
+INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
+INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
 INLINE float sum_of(vf x) { float s = 0; for (int i = 0; i < LANES; i++) s += x[i]; return s; }
 INLINE float max_of(vf x) { float m = x[0]; for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m; return m; }
 #endif
 
-// 2^x for x <= 126, by a polynomial of degree 6 on [-0.5, 0.5] (relative error 2e-7); 0 below -126; NaN stays NaN.
+// 2^x for x <= 126, by a polynomial of degree 6 on [-0.5, 0.5] (relative error 2e-7); 2^-126 below -126; NaN stays NaN.
 INLINE vf exp2_of(vf x) {
-    vi tiny = x < splat(-126.f);
-    x = choose(tiny, splat(-126.f), x);
+    x = vmax(splat(-126.f), x);
     vf shifted = x + splat(12582912.f);  // 1.5 * 2^23: rounds to a whole number
-    vi n = (vi)shifted - 0x4b400000;
     vf r = x - (shifted - splat(12582912.f));
     vf y = splat(1.535336188319500e-4f);
     y = y * r + splat(1.339887440266574e-3f);
@@ -104,6 +105,6 @@ INLINE vf exp2_of(vf x) {
     y = y * r + splat(2.402264791363012e-1f);
     y = y * r + splat(6.931472028550421e-1f);
     y = y * r + splat(1.f);
-    return (vf)(~tiny & (vi)(y * (vf)((n + 127) << 23)));
+    return y * (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
 }
 INLINE vf exp_of(vf x) { return exp2_of(x * splat(1.44269504088896341f)); }
