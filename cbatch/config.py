@@ -107,6 +107,12 @@ class EngineConfig(Checked):
         "continuous: the batch is decided anew at every step. static, dynamic: baselines to compare it with.",
         choices=("continuous", "static", "dynamic"),
     )
+    order: str = option(
+        "auto",
+        "auto: of the rows read ahead, the longest first, and those with the same beginning together. "
+        "input: as they come.",
+        choices=("auto", "input"),
+    )
     max_num_seqs: int | None = option(
         None, "Most sequences in one step. (default: 128 on a CPU, 256 on a GPU)", at_least=1
     )

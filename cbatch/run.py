@@ -43,7 +43,7 @@ OK, FATAL, USAGE, SOME_FAILED, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 75, 141
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_ERRORS = 3
-_AHEAD = 512  # requests that may wait between the reader and the engine
+_AHEAD = 1024  # requests that may wait between the reader and the engine
 
 
 class Interrupted(BaseException):

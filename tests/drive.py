@@ -56,13 +56,16 @@ def make_engine(
     eos: Iterable[int] = (),
     decode: Any = spell,
 ) -> Engine:
-    """An engine whose KV cache holds `fill` wherever nothing has been stored yet."""
+    """An engine whose KV cache holds `fill` wherever nothing has been stored yet.
+
+    It expects nothing of its sequences, so where blocks are few it runs out of them.
+    """
     layers = layer_shapes(model)
     cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
     for tensor in [*cache.k.values(), *cache.v.values()] if fill is not None else []:
         tensor.fill_(fill)
     pool = BlockPool(num_blocks, block_size, prefix_caching)
-    scheduler = make_scheduler(kind, pool, budget, max_num_seqs)
+    scheduler = make_scheduler(kind, pool, budget, max_num_seqs, expected_share=0)
     eos = frozenset(eos)
     return Engine(Runner(model, cache, sorted(eos)), scheduler, decode, eos, max_model_len)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from cbatch.model.runner import INVALID_LOGITS, Launched, Runner
 from cbatch.rows.request import Completion, Request
 from cbatch.watch.stats import RunStats
 
+_WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
 _PAUSE = 0.001  # seconds before asking again whether there is something to compute
 
 
@@ -41,14 +43,15 @@ class Engine:
         max_model_len: int,
         stats: RunStats | None = None,
         depth: int = 0,
+        order: str = "input",
     ) -> None:
-        """`depth`: launched steps whose tokens the host has not waited for yet, 0 or 1."""
+        """`depth`: launched steps whose tokens the host has not waited for yet, 0 or 1. `order`: input or auto."""
         self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
         self.max_model_len = max_model_len
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or RunStats()
         self.stopping = False
-        self.depth = depth
+        self.depth, self.order = depth, order
         self._launched: deque[tuple[Schedule, Launched]] = deque()
 
     def generate(self, requests: Requests) -> Iterator[Completion]:
@@ -93,14 +96,22 @@ class Engine:
         return any(seq.params.has_penalties for seq in self.scheduler.running)
 
     def _take(self, requests: Requests) -> Iterator[Completion]:
-        """Keep as many requests waiting as one step could admit."""
-        waiting = self.scheduler.waiting
-        while not requests.ended and len(waiting) < self.scheduler.max_num_seqs:
-            request = requests.take(wait=not waiting and not self.scheduler.running)
+        """Keep at least as many requests waiting as one step could admit.
+
+        In the order `auto` the next ones that are there, up to a window, go to the queue together: first those that may
+        get longest, so that no long one is left alone at the end, and of these the ones with the same beginning side
+        by side, so that the prefix cache still has it.
+        """
+        waiting, most = self.scheduler.waiting, self.scheduler.max_num_seqs
+        if requests.ended or len(waiting) >= most:
+            return
+        taken: list[Sequence] = []
+        while len(waiting) + len(taken) < _WINDOW * most:
+            request = requests.take(wait=not waiting and not taken and not self.scheduler.running)
             if request is None:
-                return
+                break
             try:
-                self.scheduler.add(self._sequence(request))
+                taken.append(self._sequence(request))
             except RowError as error:
                 yield Completion(
                     request.row,
@@ -108,6 +119,8 @@ class Engine:
                     chat=request.chat,
                     error=RowError(error.kind, f"{request.row.where}: {error}"),
                 )
+        for seq in sorted(taken, key=_longest_first) if self.order == "auto" else taken:
+            self.scheduler.add(seq)
 
     def _sequence(self, request: Request) -> Sequence:
         num_prompt_tokens = len(request.token_ids)
@@ -188,9 +201,16 @@ class Engine:
         )
 
 
-def make_scheduler(kind: str, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int) -> Scheduler:
+def _longest_first(seq: Sequence) -> tuple[int, list[int]]:
+    """The number of tokens to generate, rounded to half a power of two; then the prompt."""
+    return -round(2 * math.log2(seq.max_len - seq.num_prompt_tokens)), seq.token_ids
+
+
+def make_scheduler(
+    kind: str, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int, expected_share: float = 1.0
+) -> Scheduler:
     """The scheduler of `--scheduling`: continuous, static, or dynamic (a static batch collected for 50 ms)."""
     if kind == "continuous":
-        return Scheduler(pool, max_num_batched_tokens, max_num_seqs)
+        return Scheduler(pool, max_num_batched_tokens, max_num_seqs, expected_share)
     window = {"window": 0.05} if kind == "dynamic" else {}
     return StaticScheduler(pool, max_num_batched_tokens, max_num_seqs, **window)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.sequence import Sequence
 
+_PRIOR_TOKENS = 1000.0  # the weight of the first guess at how much sequences generate
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
@@ -38,14 +40,19 @@ class Scheduler:
     There is no prefill phase and no decode phase: a sequence is `num_pending_tokens` behind, one when it decodes, many
     when it prefills. Decodes are paid first, then prompts in slices, then waiting sequences are admitted.
 
-    A sequence is admitted only when the pool holds all the tokens it has, with one more block to spare for each that
-    runs; so only a decode can run out of blocks. Then the youngest running sequence gives way: it frees its blocks,
+    A sequence is admitted only when the pool holds all the tokens it has, and what it and the running ones are still
+    expected to generate: of the tokens they may, the share that finished sequences did. So blocks run out only where
+    many get longer than those before them. Then the youngest running sequence gives way: it frees its blocks,
     goes back to the head of the queue and is recomputed later, generated tokens included. Nothing is admitted until a
     running sequence has finished, so that two sequences never evict each other in turn.
     """
 
-    def __init__(self, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int, expected_share: float = 1.0
+    ) -> None:
+        """`expected_share`: of the tokens that sequences may generate, how many to expect before any has finished."""
         self.pool = pool
+        self._generated, self._allowed = expected_share * _PRIOR_TOKENS, _PRIOR_TOKENS
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -74,6 +81,8 @@ class Scheduler:
         (self.running if seq.block_table else self.waiting).remove(seq)
         self.pool.release(seq)
         self._short_of_blocks = False
+        self._generated += seq.num_completion_tokens
+        self._allowed += seq.max_len - seq.num_prompt_tokens
 
     def check(self) -> None:
         """Raise AssertionError if the blocks and the sequences do not agree."""
@@ -100,10 +109,29 @@ class Scheduler:
             return None
         if self.waiting[0].num_unknown_tokens:  # preempted a moment ago, its last token is still being computed
             return None
+        if self.running and self._peak([*self.running, self.waiting[0]]) > self.pool.num_blocks:
+            return None
         if not self.pool.admit(self.waiting[0], reserve=len(self.running)):
             return None
         self.running.append(self.waiting.popleft())
         return self.running[-1]
+
+    def _peak(self, sequences: list[Sequence]) -> float:
+        """Blocks that these will hold at the worst moment if each generates what is expected of it.
+
+        That is when one of them ends: those that have more to generate have grown by as much (arXiv:2507.10150).
+        """
+        share = self._generated / self._allowed
+        futures = []
+        for seq in sequences:
+            expected = math.ceil(share * (seq.max_len - seq.num_prompt_tokens)) - seq.num_completion_tokens
+            futures.append((max(1, expected), self.pool.blocks_for(len(seq.token_ids))))
+        shared = self.pool.num_used_blocks / max(1, sum(len(seq.block_table) for seq in sequences))
+        peak = held = 0.0
+        for count, (growth, blocks) in enumerate(sorted(futures, reverse=True), 1):
+            held += min(1.0, shared) * blocks
+            peak = max(peak, held + count * growth / self.pool.block_size)
+        return peak
 
 
 class StaticScheduler(Scheduler):

@@ -70,7 +70,7 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         ):
             longest = min(max_model_len, num_blocks * block_size)
             runner.record(budget, max_num_seqs, -(-longest // block_size), longest)
-    return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth)
+    return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth, config.order)
 
 
 class _NoCache:
