@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.nn import functional
 
 _SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ["-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-Wno-psabi"]
+_FLAGS = ["-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-strict-aliasing", "-Wno-psabi"]
+_SEAL = 16  # bytes of checksum at the end of a compiled library
 _PANEL, _LANES = 32, 16
+_MOST_INT8 = 1 << 16  # products of bytes, 255 * 127 at most, that 32 bits hold the sum of
 _DTYPES = torch.bfloat16, torch.float32
 _GATES = {None: 0, "silu": 1, "gelu": 2}
 _ADDRESS, _WORD, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -69,47 +71,64 @@ _SIGNATURES = {
 }
 
 
-def load(folder: Path) -> Library:
-    """The kernels, compiled into `folder` unless they are there already; Unavailable says why not."""
+def load(folder: Path, cpu: str = "native") -> Library:
+    """The kernels, compiled into `folder` unless they are there already; Unavailable says why not.
+
+    `cpu`: what the compiler may use, as its -march names it; by default all that this CPU has.
+    """
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
     if compiler is None:
         raise Unavailable("no C compiler (cc, gcc or clang)")
     sources = sorted(_SOURCES.glob("*.[ch]"))
+    if not sources:
+        raise Unavailable(f"their source is not in {_SOURCES}")
+    command = [compiler, *_FLAGS, f"-march={cpu}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={cpu}"]
     key = hashlib.blake2b(digest_size=12)
-    for part in [*(path.read_bytes() for path in sources), compiler.encode(), " ".join(_FLAGS).encode(), _cpu()]:
+    for part in [*(path.read_bytes() for path in sources), " ".join(command).encode(), _cpu()]:
         key.update(part)
     path = folder / f"cpu-{key.hexdigest()}.so"
     try:
-        if not path.exists():
-            _compile(compiler, [str(one) for one in sources if one.suffix == ".c"], path)
-        for openmp in _openmp():
+        if not _is_whole(path):
+            _compile(command, [str(one) for one in sources if one.suffix == ".c"], path)
+        if openmp := _openmp():
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
         return Library(ctypes.CDLL(str(path)))
     except OSError as error:
         raise Unavailable(str(error)) from None
 
 
-def _compile(compiler: str, sources: list[str], path: Path) -> None:
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there as it was compiled: loading what a crash or a full disk left of one can kill."""
+    content = path.read_bytes() if path.exists() else b""
+    return content[-_SEAL:] == _seal(content[:-_SEAL])
+
+
+def _seal(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_SEAL).digest()
+
+
+def _compile(command: list[str], sources: list[str], path: Path) -> None:
     """Compile into a file of another name first, so that no other process finds a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     own_openmp = [] if _openmp() else ["-fopenmp"]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [str(Path(scratch) / f"{index}.o") for index in range(len(sources))]
-        running = [
-            subprocess.Popen([compiler, *_FLAGS, native, "-c", source, "-o", one], stderr=subprocess.PIPE, text=True)
-            for source, one in zip(sources, objects, strict=True)
-        ]
-        problems = [process.communicate()[1] for process in running]
-        if any(process.returncode for process in running):
-            raise Unavailable(f"{compiler} fails: {' '.join(problems).strip().splitlines()[0]}")
-        made = str(Path(scratch) / path.name)
-        linked = subprocess.run(
-            [compiler, "-shared", *own_openmp, *objects, "-lm", "-o", made], capture_output=True, text=True
-        )
-        if linked.returncode:
-            raise Unavailable(f"{compiler} fails: {linked.stderr.strip().splitlines()[0]}")
-        Path(made).replace(path)
+        made = Path(scratch) / path.name
+        _run(*([*command, "-c", source, "-o", one] for source, one in zip(sources, objects, strict=True)))
+        _run([command[0], "-shared", *own_openmp, *objects, "-lm", "-o", str(made)])
+        content = made.read_bytes()
+        made.write_bytes(content + _seal(content))
+        made.replace(path)
+
+
+def _run(*commands: list[str]) -> None:
+    """Run them side by side; Unavailable with the first line of what one that failed said."""
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") for command in commands]
+    problems = [process.communicate()[1].strip() for process in running]
+    for command, process, problem in zip(commands, running, problems, strict=True):
+        if process.returncode:
+            reason = problem.splitlines()[0] if problem else f"it ended with {process.returncode}"
+            raise Unavailable(f"{command[0]} fails: {reason}")
 
 
 def _cpu() -> bytes:
@@ -123,13 +142,14 @@ def _cpu() -> bytes:
     ).encode()
 
 
-def _openmp() -> list[str]:
-    """The OpenMP libraries that torch has brought into this process."""
+def _openmp() -> str | None:
+    """The OpenMP library in this process that is torch's; others may have brought theirs too."""
     try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+        mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:
-        return []
-    return [path for path in sorted(mapped) if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+        return None
+    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
+    return min(found, key=lambda path: ("torch" not in path, Path(path).name), default=None)
 
 
 class Pages:
@@ -158,7 +178,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class Packed:
-    """Weights [n, k] in panels; `scales`, `offset` and `bias` are [n padded] float32, the first two of int8 only."""
+    """Weights [n, k] in panels; all else is [n padded]: `bias` and `scales` float32, `offset` int32."""
 
     panels: Tensor
     n: int
@@ -176,7 +196,7 @@ def _interleave(x: Tensor) -> Tensor:
 
 
 class Library:
-    """The compiled kernels. Inputs are on the CPU; rows of a matrix are contiguous in themselves."""
+    """The compiled kernels. Inputs are on the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, kinds in _SIGNATURES.items():
@@ -190,7 +210,8 @@ class Library:
         """Whether `pack` takes these weights [n, k], and `linear` is fast with them."""
         n, k = weight.shape
         fast = int8 or (weight.dtype == torch.bfloat16 and self._multiplies_bf16)
-        return fast and weight.dtype in _DTYPES and k % _LANES == 0 and (gate is None or n % _PANEL == 0)
+        summable = not int8 or k <= _MOST_INT8
+        return fast and summable and weight.dtype in _DTYPES and k % _LANES == 0 and (gate is None or n % _PANEL == 0)
 
     def pack(self, weight: Tensor, bias: Tensor | None, gate: str | None, int8: bool) -> Packed:
         """Weights [n, k] for `linear`. With a `gate` (silu or gelu) the first half of the outputs scales the rest.
@@ -208,13 +229,14 @@ class Library:
             wide = weight.float()
             scales = wide.abs().amax(1).clamp(min=1e-30) / 127
             weight = (wide / scales[:, None]).round().to(torch.int8)
-            offset = 128 * scales * weight.sum(1, dtype=torch.int32)
+            offset = 128 * weight.sum(1, dtype=torch.int32)
         panels = weight.view(-1, _PANEL, k // unit, unit).permute(0, 2, 1, 3)
         return Packed(self._pages.take(panels.shape, panels.dtype).copy_(panels), n, k, bias, gate, scales, offset)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """x [..., k] -> [..., n] of the same dtype, or half as wide if gated."""
-        rows = x.reshape(-1, packed.k)
+        assert x.dtype in (_DTYPES if packed.scales is not None else [packed.panels.dtype])
+        rows = _matrix(x)
         m, width, is_bf16 = len(rows), packed.n // 2 if packed.gate else packed.n, x.dtype == torch.bfloat16
         out = torch.empty(m, width, dtype=x.dtype)
         call = _Linear(
@@ -237,7 +259,7 @@ class Library:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, weight_offset: float) -> Tensor:
         """`reference.rms_norm`, for a row size that is a multiple of 16."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = _matrix(x)
         out = torch.empty(rows.shape, dtype=x.dtype)
         self._c.rms_norm(
             rows.data_ptr(), _address(residual), weight.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0),
@@ -247,6 +269,7 @@ class Library:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[n, vocabulary] -> [n] int64: the lowest index of the largest, or -1 if it is not finite or one is NaN."""
+        logits = _matrix(logits)
         tokens = torch.empty(len(logits), dtype=torch.int64)
         self._c.argmax(
             logits.data_ptr(), tokens.data_ptr(), *logits.shape, logits.stride(0), logits.dtype == torch.bfloat16
@@ -267,6 +290,7 @@ class Library:
         """`reference.rope_store_kv` with `angles`, else `reference.store_kv`; the cache is in the layout of `cpu/`."""
         call = _attention(k_cache, v_cache)
         key, value = _rows(key), _rows(value)
+        assert all(x is None or x.dtype == k_cache.dtype for x in (query, key, value, *norms[:2]))
         call.key, call.value, call.k_stride, call.v_stride = (
             key.data_ptr(),
             value.data_ptr(),
@@ -275,6 +299,7 @@ class Library:
         )
         call.slots, call.num_tokens = slot_mapping.data_ptr(), len(key)
         if query is not None:
+            assert query is _rows(query)  # it is changed in place
             call.query, call.q_stride, call.heads = query.data_ptr(), query.stride(0), query.shape[1]
         if angles is not None:
             cos, sin = (one.to(key.dtype).contiguous() for one in angles)
@@ -299,6 +324,7 @@ class Library:
         this step. Together they are all the tokens, the longest task first.
         """
         query = _rows(query)
+        assert query.dtype == k_cache.dtype
         tables, starts, lengths, tasks = where
         out = query.new_empty(*query.shape[:2], v_cache.shape[3])
         call = _attention(k_cache, v_cache)
@@ -324,9 +350,10 @@ def fits(k_cache: Tensor, v_cache: Tensor) -> bool:
     )
 
 
-def can_norm(x: Tensor, weight: Tensor) -> bool:
-    """Whether `Library.rms_norm` takes rows and weights of these shapes and dtypes."""
-    return x.dtype == weight.dtype and x.dtype in _DTYPES and x.shape[-1] % _LANES == 0
+def can_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
+    """Whether `Library.rms_norm` takes tensors of these shapes and dtypes."""
+    fits_x = residual is None or (residual.dtype == x.dtype and residual.is_contiguous())
+    return fits_x and x.dtype == weight.dtype and x.dtype in _DTYPES and x.shape[-1] % _LANES == 0
 
 
 def _attention(k_cache: Tensor, v_cache: Tensor) -> _Attention:
@@ -335,6 +362,12 @@ def _attention(k_cache: Tensor, v_cache: Tensor) -> _Attention:
         k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(), kv_heads=kv_heads, k_size=k_size,
         v_size=v_cache.shape[3], block_size=block_size, is_bf16=k_cache.dtype == torch.bfloat16,
     )  # fmt: skip
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x [..., k] as [m, k], rows contiguous in themselves."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def rms_norm(
         from cbatch.kernels.rms_norm import rms_norm as kernel
 
         return kernel(x, weight, eps, residual, weight_offset)
-    if native.can_norm(x, weight) and (c := c_kernels(x)) is not None:
+    if native.can_norm(x, weight, residual) and (c := c_kernels(x)) is not None:
         return c.rms_norm(x, weight, eps, residual, weight_offset)
     return reference.rms_norm(x, weight, eps, residual, weight_offset)
 

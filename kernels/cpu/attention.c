@@ -2,13 +2,13 @@
 //
 // A block of the cache holds, for each key/value head, keys as panels of 32 tokens [block_size / 32][D / u][32][u] and
 // values as [block_size / u][D][u]: u values of 4 bytes in all (2 bf16, 1 float32), that meet in one lane of a dot
-// product. So both products of attention are the tile of tile.h. Up to 12 rows (tokens times the heads that share keys
+// product. So both products of attention are the tile of tile.h. Up to ROWS rows (tokens times the heads that share keys
 // and values) go through the blocks together, with the running maximum and sum of softmax (arXiv:1805.02867).
 #include "tile.h"
 #include <stdlib.h>
 
 enum { PANEL = 32 };
-static const float NOTHING = -1e30f;  // below any score
+static const float NOTHING = -INFINITY;  // below any score
 
 typedef struct {
     void *query;                      // [T, H, D], rows of a token q_stride values apart

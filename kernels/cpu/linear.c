@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] * w[N, K]^T for weights packed once: bf16, or int8 with one scale for each output.
 //
 // Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). A panel is
-// read from memory once a call, by one thread, and from its cache for every 12 rows.
+// read from memory once a call, by one thread, and from its cache for every ROWS rows.
 #include "tile.h"
 #include <omp.h>
 
@@ -12,7 +12,7 @@ typedef struct {
     const void *x, *w;     // [M, K], rows `x_stride` bytes apart; panels
     const float *x_scale;  // [M] int8 only: x is uint8, biased by 128
     const float *w_scale;  // [N padded] int8 only
-    const float *offset;   // [N padded] int8 only: what the bias of x adds, 128 * the sum of an output's weights * w_scale
+    const int32_t *offset; // [N padded] int8 only: what the bias of x adds, 128 * the sum of an output's weights
     const float *bias;     // [N padded] or NULL
     void *y;               // [M, N] bf16 or float32, rows `y_stride` values apart; half as wide if gated
     int64_t m, n, units, x_stride, y_stride;  // units: K / u
@@ -36,8 +36,8 @@ INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, 
         int64_t column = panel * PANEL + half * LANES;
         y[half] = (vf)sums[half];
         if (l->is_int8) {
-            y[half] = __builtin_convertvector(sums[half], vf) * load(l->w_scale, column, 0) - load(l->offset, column, 0);
-            y[half] *= splat(l->x_scale[row]);
+            vi exact = sums[half] - load_units(l->offset + column);
+            y[half] = __builtin_convertvector(exact, vf) * load(l->w_scale, column, 0) * splat(l->x_scale[row]);
         }
         if (l->bias) y[half] += load(l->bias, column, 0);
         y[half] = rounded(y[half], is_bf16);

@@ -36,14 +36,15 @@ void rms_norm(const char *x, char *residual, const void *weight, char *y, int64_
 
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 
-// One row -> uint8, biased by 128, and the scale that it was divided by.
+// One row -> uint8, biased by 128, and the scale that it was divided by; NaN if a value is not finite.
 INLINE float quantize_row(const void *x, uint8_t *q, int64_t n, const int is_bf16) {
-    vf most = {0};
+    vf most = {0}, poison = {0};
     for (int64_t i = 0; i < n; i += LANES) {
         vf v = load(x, i, is_bf16);
         most = vmax(vmax(most, v), -v);
+        poison += v - v;
     }
-    float scale = max_of(most) / 127.f;
+    float scale = max_of(most) / 127.f + sum_of(poison);
     vf inverse = splat(scale > 0 ? 1.f / scale : 0.f), magic = splat(12582912.f);  // 1.5 * 2^23: rounds
     for (int64_t i = 0; i < n; i += LANES) {
         vi whole = (vi)(load(x, i, is_bf16) * inverse + magic) - 0x4b400000 + 128;

@@ -1,13 +1,17 @@
-// The inner loop of everything: up to 12 rows of x times two vectors of w, summed over units.
+// The inner loop of everything: up to ROWS rows of x times two vectors of w, summed over units.
 //
 //     out[r][0 .. 31] = sum over k < units of x[r][k] * w[k][0 .. 31]
 //
-// A unit of x is broadcast; its 24 accumulators stay in registers, and two vectors of w are read for every 24 products.
+// A unit of x is broadcast; accumulators stay in registers, and two vectors of w are read for every 2 * ROWS products.
 // (The compilers keep an array of accumulators in memory, so each is a variable.)
 #pragma once
 #include "simd.h"
 
-enum { ROWS = 12 };
+#ifdef __AVX512F__
+enum { ROWS = 12 };  // 24 accumulators in 32 registers
+#else
+enum { ROWS = 4 };  // where a vector takes several registers more are no faster, and take the compiler long
+#endif
 enum { FLOAT32 = 0, BF16 = 1, INT8 = 2 };
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
@@ -44,7 +48,7 @@ INLINE void tile_of(const char *x, int64_t x_stride, const char *w, int64_t w_st
     }
 }
 
-// The same for up to 6 rows times four vectors: the first two, and two that lie `w_pair` behind them.
+// The same for up to ROWS / 2 rows times four vectors: the first two, and two that lie `w_pair` behind them.
 #define STEP4(r) if (r < rows) { \
         vi u = splat_unit(x + r * x_stride); \
         a##r = DOT(a##r, w0, u); b##r = DOT(b##r, w1, u); c##r = DOT(c##r, w2, u); d##r = DOT(d##r, w3, u); \
@@ -79,7 +83,7 @@ INLINE void wide_tile_of(const char *x, int64_t x_stride, const char *w, int64_t
     }
 }
 
-#define TILE_CASE(n, type) case n: tile_of(x, x_stride, w, w_stride, w_second, ahead, units, out, n, type); break;
+#define TILE_CASE(n, type) case n: if (n <= ROWS) tile_of(x, x_stride, w, w_stride, w_second, ahead, units, out, n, type); break;
 #define DEFINE_TILE(name, type) \
     static void name(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t w_second, int64_t ahead, \
                      int64_t units, vi (*out)[2], int64_t rows) { \
@@ -89,7 +93,7 @@ INLINE void wide_tile_of(const char *x, int64_t x_stride, const char *w, int64_t
             TILE_CASE(11, type) TILE_CASE(12, type) \
         } \
     }
-#define WIDE_CASE(n, type) case n: wide_tile_of(x, x_stride, w, w_stride, w_pair, units, out, n, type); break;
+#define WIDE_CASE(n, type) case n: if (n <= ROWS / 2) wide_tile_of(x, x_stride, w, w_stride, w_pair, units, out, n, type); break;
 #define DEFINE_WIDE_TILE(name, type) \
     static void name(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t w_pair, int64_t units, \
                      vi (*out)[2], int64_t rows) { \

@@ -1,0 +1,516 @@
+"""The C kernels against float64, compiled for this CPU and for older ones; unused slots of the cache are full of NaN."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cbatch.kernels import native, reference, sdpa
+from cbatch.model import ops
+from cbatch.model.batch import Batch
+from tests.drive import make_engine, make_request, run
+from tests.tiny import generate, make_config, make_model
+
+pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc"))), reason="no C compiler")
+
+CPUS = {"AVX512": ["native", "x86-64-v3", "x86-64-v2"], "AVX2": ["native", "x86-64-v2"]}
+DTYPES = [torch.float32, torch.bfloat16]
+UNIT = {torch.float32: 1, torch.bfloat16: 2}
+NAN, INF = torch.nan, torch.inf
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="module", params=CPUS.get(torch.backends.cpu.get_cpu_capability(), ["native"]))
+def c(request: pytest.FixtureRequest, folder: Path) -> native.Library:
+    return native.load(folder, request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sequences given as (tokens in the cache before this step, tokens of this step)."""
+
+    sequences: Sequence[tuple[int, int]]
+    heads: tuple[int, int] = (4, 2)
+    sizes: tuple[int, int] = (64, 64)
+    block_size: int = 32
+    window: int = 0
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.float32
+    loud: float = 1.0  # scores are as many times as large
+
+
+def attend(c: native.Library, case: Case, poison: float = NAN) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernels give, what is right, and the largest that it could be if all values had one sign."""
+    dtype, block_size, (num_heads, num_kv_heads) = case.dtype, case.block_size, case.heads
+    lengths = [before + now for before, now in case.sequences]
+    needed = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(needed) + 2).tolist()
+    tables = torch.full((len(lengths), max(needed) + 1), 1 << 40)
+    shapes = [(len(order), block_size, num_kv_heads, size) for size in case.sizes]
+    caches = [torch.full(shape, poison, dtype=dtype) for shape in shapes]
+    plain = [torch.full(shape, poison, dtype=torch.float64) for shape in shapes]
+    spans, start = [], 0
+    for s, (before, now) in enumerate(case.sequences):
+        tables[s, : needed[s]] = torch.tensor([order.pop() for _ in range(needed[s])])
+        key, value = (torch.randn(lengths[s], num_kv_heads, size).to(dtype) for size in case.sizes)
+        positions = torch.arange(lengths[s])
+        slots = tables[s, positions // block_size] * block_size + positions % block_size
+        for first, last in ((0, before), (before, lengths[s])):
+            c.store_kv(None, key[first:last], value[first:last], *caches, slots[first:last])
+        sdpa.store_kv(key.double(), value.double(), *plain, slots)
+        spans.append((start, start + now, lengths[s]))
+        start += now
+    query = (torch.randn(start, num_heads, case.sizes[0]) * case.loud).to(dtype)
+    starts = torch.tensor([0, *(stop for _, stop, _ in spans)])
+    empty = torch.empty(0)
+    batch = Batch(empty, empty, empty, tables, starts, torch.tensor(lengths), empty, tuple(spans), ())
+    settings = case.sizes[0] ** -0.5, case.window, case.softcap
+    got = c.paged_attention(query, *caches, (tables, starts, batch.seq_lens, batch.tasks), *settings)
+    want, most = (
+        sdpa.paged_attention(query.double(), plain[0], values, tables, spans, *settings)
+        for values in (plain[1], plain[1].abs())
+    )
+    assert got.dtype == dtype
+    return got.double(), want, most
+
+
+def check(c: native.Library, case: Case, poison: float = NAN) -> None:
+    """bfloat16 rounds each weight and each output, by 2^-8 of itself at most."""
+    for dtype in DTYPES:
+        got, want, most = attend(c, replace(case, dtype=dtype), poison)
+        tolerance = 1e-5 if dtype == torch.float32 else 2**-7 + 1e-4
+        assert ((got - want).abs() <= most * tolerance).all()
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_sequences_around_block_edges(c: native.Library, block_size: int) -> None:
+    edges = [block_size + by for by in (-1, 0, 1)]
+    fresh = [(0, 1), (0, 2), *((0, length) for length in edges)]
+    later = [(length, now) for length in (1, *edges, 3 * block_size) for now in (1, 2)]
+    check(c, Case([*fresh, *later], block_size=block_size))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 2), (14, 2), (16, 1)])
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 256])
+def test_head_sizes_and_groups(c: native.Library, size: int, heads: tuple[int, int]) -> None:
+    check(c, Case([(0, 1), (40, 1), (29, 13), (31, 1)], heads, (size, size)))
+
+
+@pytest.mark.parametrize("sizes", [(48, 16), (16, 112)])
+def test_keys_and_values_of_different_sizes(c: native.Library, sizes: tuple[int, int]) -> None:
+    check(c, Case([(0, 5), (40, 1), (31, 3)], sizes=sizes))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("window", [0, 1, 2, 31, 32, 33, 1000])
+def test_windows_and_soft_caps(c: native.Library, window: int, softcap: float) -> None:
+    check(c, Case([(0, 70), (95, 1), (96, 34), (31, 2), (200, 1)], window=window, softcap=softcap))
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_prompts_of_hundreds_of_tokens_beside_decodes(c: native.Library, poison: float) -> None:
+    check(c, Case([(0, 331), (700, 1), (17, 45), (64, 33), (1, 1)], (6, 2), block_size=64), poison)
+
+
+def test_a_batch_of_decodes_only(c: native.Library) -> None:
+    check(c, Case([(length, 1) for length in range(75)], (3, 1)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_anything_else(c: native.Library, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(6):
+        kv_heads, size = rng.randint(1, 3), 16 * rng.randint(1, 9)
+        sequences = [(rng.choice([0, rng.randint(0, 150)]), rng.choice([1, rng.randint(1, 90)])) for _ in range(5)]
+        windows, softcaps = [0, rng.randint(1, 120)], [0.0, rng.uniform(0.5, 50)]
+        check(
+            c,
+            Case(
+                sequences,
+                (kv_heads * rng.randint(1, 16), kv_heads),
+                (size, rng.choice([size, 16 * rng.randint(1, 9)])),
+                32 * rng.randint(1, 4),
+                rng.choice(windows),
+                rng.choice(softcaps),
+            ),
+        )
+
+
+def test_the_loops_of_the_reference_agree_too(c: native.Library) -> None:
+    query, key, value = (torch.randn(40, heads, 32) for heads in (4, 2, 2))
+    caches, plain = [[torch.full((2, 32, 2, 32), NAN) for _ in range(2)] for _ in range(2)]
+    slots = torch.cat([torch.arange(32, 64), torch.arange(8)])
+    c.store_kv(None, key, value, *caches, slots)
+    reference.store_kv(key, value, *plain, slots)
+    where = torch.tensor([[1, 0]]), torch.tensor([0, 40]), torch.tensor([40])
+    got = c.paged_attention(query, *caches, (*where, torch.tensor([[0, 0, 32], [0, 32, 40]])), 0.2, 9, 5.0)
+    want = reference.paged_attention(query, *plain, *where, 0.2, 9, 5.0)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("loud", [1e3, 1e30])
+def test_huge_scores_do_not_overflow(c: native.Library, dtype: torch.dtype, loud: float) -> None:
+    """One key has all the weight, wherever it is."""
+    got, want, _ = attend(c, Case([(0, 1), (45, 1), (31, 34)], dtype=dtype, loud=loud))
+    same = ((got - want).abs() < 0.02 * (1 + want.abs())).all(-1)
+    assert same.double().mean() > 0.99  # of two keys that are as good the other may win
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype) -> None:
+    caches = [torch.full((3, 32, 1, 16), NAN, dtype=dtype) for _ in range(2)]
+    query, key, value = (torch.randn(9, heads, 16).to(dtype) for heads in (2, 1, 1))
+    slots = torch.tensor([64, 65, 66, 0, 1, 2, 32, 33, 34])
+    where = torch.tensor([[2], [0], [1]]), torch.tensor([0, 3, 6, 9]), torch.tensor([3, 3, 3])
+    tasks = torch.tensor([[2, 0, 3], [1, 0, 3], [0, 0, 3]])
+    for poisoned in (query, key, value):
+        kept = poisoned[4].clone()
+        poisoned[4, 0, 7] = NAN
+        c.store_kv(None, key, value, *caches, slots)
+        out = c.paged_attention(query, *caches, (*where, tasks), 0.25, 0, 0.0)
+        assert out[5 if poisoned is not query else 4].isnan().any()
+        assert out[[0, 1, 2, 6, 7, 8]].isfinite().all()
+        poisoned[4] = kept
+
+
+def test_blocks_that_the_window_has_left_are_not_read(c: native.Library) -> None:
+    caches = [torch.full((1, 32, 1, 16), NAN) for _ in range(2)]
+    c.store_kv(None, torch.ones(4, 1, 16), torch.full((4, 1, 16), 2.0), *caches, torch.arange(4))
+    where = torch.tensor([[1 << 40, 1 << 40, 0]]), torch.tensor([0, 1]), torch.tensor([68])
+    out = c.paged_attention(torch.ones(1, 1, 16), *caches, (*where, torch.tensor([[0, 0, 1]])), 1.0, 4, 0.0)
+    assert torch.equal(out, torch.full((1, 1, 16), 2.0))
+
+
+# The cache
+
+
+def read_back(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches in the layout of the C kernels -> [num_blocks, block_size, H_kv, D]."""
+    (num_blocks, block_size, heads, k_size), v_size, unit = k_cache.shape, v_cache.shape[3], UNIT[k_cache.dtype]
+    keys = k_cache.view(num_blocks, heads, block_size // 32, k_size // unit, 32, unit).permute(0, 2, 4, 1, 3, 5)
+    values = v_cache.view(num_blocks, heads, block_size // unit, v_size, unit).permute(0, 2, 4, 1, 3)
+    return keys.reshape(k_cache.shape), values.reshape(v_cache.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("sizes", "block_size"), [((16, 16), 32), ((80, 48), 64), ((128, 128), 128)])
+def test_a_token_is_stored_in_its_slot_and_nowhere_else(
+    c: native.Library, dtype: torch.dtype, sizes: tuple[int, int], block_size: int
+) -> None:
+    merged = torch.randn(37, 5 * sum(sizes)).to(dtype)  # key and value are views of it
+    key, value = (x.view(37, 5, -1) for x in merged.split([5 * size for size in sizes], -1))
+    caches, plain = [[torch.full((3, block_size, 5, n), 7.0, dtype=dtype) for n in sizes] for _ in range(2)]
+    slots = torch.randperm(3 * block_size)[:37]
+    slots[[0, 9, 36]] = -1
+    c.store_kv(None, key, value, *caches, slots)
+    reference.store_kv(key, value, *plain, slots)
+    assert all(map(torch.equal, read_back(*caches), plain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("size", "rotary"), [(16, 16), (64, 64), (32, 12), (80, 32), (96, 24), (128, 128)])
+def test_query_and_key_are_normed_and_rotated(
+    c: native.Library, dtype: torch.dtype, norms: bool, size: int, rotary: int
+) -> None:
+    merged = torch.randn(37, 10 * size).to(dtype)
+    query, key, value = (x.view(37, -1, size) for x in merged.split([6 * size, 2 * size, 2 * size], -1))
+    angles = torch.randn(37, rotary // 2).repeat(1, 2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norms else (None, None)
+    caches, plain = [[torch.full((2, 32, 2, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)]
+    slots = torch.randperm(64)[:37]
+    slots[11] = -1
+    rotated = query.clone()
+    reference.rope_store_kv(rotated, key, value, *plain, slots, *tables, *weights, 1e-6, 1.0)
+    untouched = merged[:, 6 * size :].clone()
+    c.store_kv(query, key, value, *caches, slots, tables, (*weights, 1e-6, 1.0))
+    assert torch.equal(merged[:, 6 * size :], untouched)
+    keys, values = read_back(*caches)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(query, rotated, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(keys, plain[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(values, plain[1])
+
+
+# Rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), (7, 48), (60, 576)])
+def test_rms_norm(c: native.Library, dtype: torch.dtype, offset: float, rows: int, size: int) -> None:
+    x = torch.randn(2, rows, 3 * size).to(dtype)[..., size : 2 * size]  # rows with a gap between them
+    weight, residual = torch.randn(size).to(dtype), torch.randn(2, rows, size).to(dtype)
+    x[0, 0], sum_ = 0, residual.clone()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.01
+    for ours, own in ((None, None), (residual, sum_)):
+        got = c.rms_norm(x, weight, 1e-5, ours, offset)
+        torch.testing.assert_close(
+            got, reference.rms_norm(x, weight, 1e-5, own, offset), rtol=tolerance, atol=tolerance
+        )
+    assert torch.equal(residual, sum_)
+
+
+def gate_of(y: Tensor, gate: str | None) -> Tensor:
+    return ops.gated(y, gate) if gate else y
+
+
+def slack(x: Tensor, weight: Tensor, bias: Tensor, gate: str | None, error: Tensor) -> Tensor:
+    """How far rounding to bfloat16 may move a product that is off by `error` already. All in float64."""
+    y = functional.linear(x, weight, bias)
+    error = error + 2**-8 * y.abs() + 1e-5 * functional.linear(x.abs(), weight.abs())
+    if not gate:
+        return error
+    (first, up), (off, up_off) = y.chunk(2, -1), error.chunk(2, -1)
+    act = gate_of(torch.cat([first, torch.ones_like(first)], -1), gate)
+    return 1.2 * off * (up.abs() + up_off) + (act.abs() + 1.2 * off) * up_off + 2**-7 * (act * up).abs() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gate"),
+    [(32, 16, None), (100, 576, None), (7, 48, None), (64, 16, "silu"), (160, 96, "silu"), (160, 96, "gelu")],
+)
+def test_products_in_bfloat16(c: native.Library, n: int, k: int, gate: str | None) -> None:
+    weight, bias = torch.randn(n, k).bfloat16(), torch.randn(n).bfloat16()
+    packed = c.pack(weight, bias, gate, int8=False)
+    for rows in [*range(14), 24, 25, 50]:
+        x = torch.randn(rows, 2 * k).bfloat16()[:, :k]
+        exact = x.double(), weight.double(), bias.double()
+        want, got = gate_of(functional.linear(*exact), gate), c.linear(x, packed)
+        assert got.dtype == torch.bfloat16
+        assert ((got.double() - want).abs() <= slack(*exact, gate, torch.zeros(()))).all()
+
+
+def test_a_product_takes_any_shape_and_layout_of_its_input(c: native.Library) -> None:
+    weight = torch.randn(40, 48).bfloat16()
+    packed = c.pack(weight, None, None, int8=False)
+    x = torch.randn(2, 3, 48).bfloat16()
+    flat = c.linear(x.view(6, 48), packed)
+    assert torch.equal(c.linear(x, packed), flat.view(2, 3, 40))
+    assert torch.equal(c.linear(x.transpose(0, 1), packed), flat.view(2, 3, 40).transpose(0, 1))
+    assert torch.equal(c.linear(x.view(6, 48).T.contiguous().T, packed), flat)
+    assert torch.equal(c.linear(x[0, :1].expand(5, -1), packed), flat[:1].expand(5, -1))
+    with pytest.raises(AssertionError):
+        c.linear(x.float(), packed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(32, 16), (100, 576), (7, 64)])
+def test_products_of_bytes_are_exact(c: native.Library, dtype: torch.dtype, n: int, k: int) -> None:
+    """Whole numbers up to 127, times a power of two for each row, are quantized without an error."""
+    x, weight = (torch.randint(-127, 128, (rows, k)) for rows in (30, n))
+    x[:, 0], weight[:, 1] = 127, -127
+    x[1], x[2, 1:], weight[3] = 0, 0, 0
+    x[4], weight[4] = 127, 127  # the largest sum of bytes there is
+    x_scale, w_scale = (2.0 ** torch.randint(-9, 9, (rows, 1)) for rows in (30, n))
+    packed = c.pack((weight * w_scale).to(dtype), None, None, int8=True)
+    got = c.linear((x * x_scale).to(dtype), packed)
+    assert torch.equal(got, ((x.double() @ weight.double().T).float() * x_scale * w_scale.T).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", [None, "silu", "gelu"])
+def test_quantization_errs_by_half_a_step_at_most(c: native.Library, dtype: torch.dtype, gate: str | None) -> None:
+    weight, bias = torch.randn(96, 160).to(dtype), torch.randn(96).to(dtype)
+    x = torch.randn(50, 160).to(dtype)
+    x[3], x[4, 7], weight[5], weight[6, 3] = 0, 1e4, 0, -1e3
+    got = c.linear(x, c.pack(weight, bias, gate, int8=True)).double()
+    exact = x.double(), weight.double(), bias.double()
+    x_step, w_step = (one.abs().amax(1, keepdim=True) / 127 for one in exact[:2])
+    half_steps = x_step * exact[1].abs().sum(1) + w_step.T * exact[0].abs().sum(1, keepdim=True)
+    error = half_steps / 2 + 160 * x_step * w_step.T / 4
+    assert ((got - gate_of(functional.linear(*exact), gate)).abs() <= slack(*exact, gate, error)).all()
+    if gate is None:
+        assert torch.equal(got[3], exact[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_do_not_hide_what_is_not_finite(c: native.Library, dtype: torch.dtype) -> None:
+    packed = c.pack(torch.randn(32, 64).to(dtype), None, None, int8=True)
+    x = torch.randn(5, 64).to(dtype)
+    clean = c.linear(x, packed)
+    x[1, 3], x[2, 60], x[3, 17] = NAN, INF, -INF
+    got = c.linear(x, packed)
+    assert not got[1:4].isfinite().any()
+    assert torch.equal(got[[0, 4]], clean[[0, 4]])
+
+
+def test_only_what_fits_is_packed(c: native.Library) -> None:
+    assert c.can_pack(torch.empty(7, 48), None, int8=True)
+    assert not c.can_pack(torch.empty(7, 40), None, int8=True)
+    assert not c.can_pack(torch.empty(40, 48), "silu", int8=True)
+    assert not c.can_pack(torch.empty(7, 48, dtype=torch.float16), None, int8=True)
+    assert not c.can_pack(torch.empty(7, 48), None, int8=False)
+    assert not c.can_pack(torch.empty(1, 2**16 + 16), None, int8=True)  # the sum could leave 32 bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 1003])
+def test_argmax(c: native.Library, dtype: torch.dtype, size: int) -> None:
+    logits = torch.randn(60, size).to(dtype).round(decimals=1)  # with many ties
+    places = [(row, random.Random(row).randrange(size)) for row in range(60)]
+    for row, place in places[10:50]:
+        logits[row, place] = (NAN, INF, -INF, 99.0)[row % 4]
+    logits[50], logits[51], logits[52] = -INF, 0.0, -0.0
+    rows = logits.double().tolist()
+    want = [-1 if any(x != x for x in row) or not abs(max(row)) < INF else row.index(max(row)) for row in rows]
+    assert c.argmax(logits).tolist() == want
+    assert c.argmax(logits.T.contiguous().T).tolist() == want
+
+
+# Threads
+
+_THREADS = """
+import os, sys, torch
+from pathlib import Path
+from cbatch.kernels import native
+torch.set_num_threads(1)
+c, none = native.load(Path(sys.argv[1])), torch.empty(0)
+x, w, weight = (torch.randn(*shape).bfloat16() for shape in ((70, 512), (640, 512), (512,)))
+packed, bytes_ = (c.pack(w, None, None, int8) for int8 in (False, True))
+query, key, value = (torch.randn(70, heads, 64).bfloat16() for heads in (8, 2, 2))
+caches = [torch.zeros(3, 32, 2, 64).bfloat16() for _ in range(2)]
+where = torch.tensor([[0, 2, 1]]), torch.tensor([0, 70]), torch.tensor([70])
+tasks = torch.tensor([[0, 35, 70], [0, 0, 35]])
+def outs():
+    c.store_kv(None, key, value, *caches, torch.arange(70))
+    attended = c.paged_attention(query, *caches, (*where, tasks), 0.1, 0, 0.0)
+    normed = c.rms_norm(x, weight, 1e-5, None, 0.0)
+    return [*caches, attended, normed, c.linear(x, packed), c.linear(x, bytes_), c.argmax(x)]
+def threads():
+    return len(os.listdir("/proc/self/task"))
+before, alone = threads(), outs()
+print(threads() - before)
+for count in (2, 3):
+    torch.set_num_threads(count)
+    assert all(map(torch.equal, alone, outs()))
+    print(threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_threads_are_those_of_torch_and_change_no_result(folder: Path) -> None:
+    command = [sys.executable, "-c", _THREADS, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "4"})
+    assert (done.stdout.split(), done.stderr) == (["0", "1", "2"], "")
+
+
+# Compiling
+
+
+def compiled(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+def test_compiled_once_and_again_only_if_damaged(tmp_path: Path) -> None:
+    native.load(tmp_path)
+    [path] = compiled(tmp_path)
+    content, made = path.read_bytes(), path.stat().st_mtime_ns
+    native.load(tmp_path)
+    assert path.stat().st_mtime_ns == made
+    path.unlink()  # in place it would change under the library that is loaded
+    path.write_bytes(content[: len(content) // 2])
+    native.load(tmp_path)
+    assert compiled(tmp_path) == [path]
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert path.stat().st_size == len(content)
+
+
+def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from cbatch.kernels import native; native.load(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(process.communicate()[1], process.returncode) for process in running] == [("", 0)] * 2
+    assert len(compiled(tmp_path / "cache")) == 1
+
+
+def why_not(folder: Path) -> str:
+    with pytest.raises(native.Unavailable) as caught:
+        native.load(folder)
+    return str(caught.value)
+
+
+def test_without_a_compiler_the_text_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert why_not(tmp_path) == "no C compiler (cc, gcc or clang)"
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"), [("echo no licence >&2; exit 1", "no licence"), ("exit 3", "ended with 3")]
+)
+def test_a_compiler_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, said: str
+) -> None:
+    script = tmp_path / "compiler"
+    script.write_text(f"#!/bin/sh\n{ending}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert why_not(tmp_path / "cache").startswith(f"{script} fails: ")
+    assert said in why_not(tmp_path / "cache")
+    assert compiled(tmp_path / "cache") == []
+
+
+def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "file" in why_not(tmp_path / "file" / "cache")
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        assert "fails" in why_not(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert compiled(tmp_path) == []
+    native.load(tmp_path)
+
+
+def test_without_the_sources_as_in_a_zip_archive_nothing_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_SOURCES", tmp_path / "nowhere")
+    assert "nowhere" in why_not(tmp_path)
+    assert compiled(tmp_path) == []
+
+
+def test_without_the_kernels_a_model_runs_on_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(ops, "without_native", "")
+    monkeypatch.setattr(ops, "_library", cache(ops._library.__wrapped__))
+    config = make_config(head_dim=16)
+    model, own = make_model(config, "cbatch"), make_model(config, "eager")
+    assert not ops.has_kernels(torch.device("cpu"))
+    assert "no C compiler" in ops.without_native
+    [done] = run(make_engine(model, block_size=32), [make_request(0, list(range(3, 43)), max_tokens=5)])
+    assert list(done.token_ids) == generate(own, list(range(3, 43)), 5)
