@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hint
 import typer
 
 from cbatch import __version__
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
+from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig, TaskConfig
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.request import SamplingParams
 
@@ -23,6 +23,7 @@ _PANELS: dict[str, tuple[str, type]] = {
     "sampling": ("Sampling", SamplingParams),
     "engine": ("Engine", EngineConfig),
     "output": ("Output", OutputConfig),
+    "task": ("Task", TaskConfig),
     "display": ("Display", DisplayConfig),
 }
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -155,6 +155,23 @@ class OutputConfig(Checked):
 
 
 @dataclass(frozen=True)
+class TaskConfig(Checked):
+    """This process as one of several, with a time that ends."""
+
+    shard: str | None = option(
+        None,
+        "i/n: complete only every n-th row, from the i-th, i from 0; others do the rest into the same folder. none: all "
+        "rows. (default: as Slurm or torchrun says)",
+    )
+    time_limit: str | None = option(
+        None,
+        "Leave before this time is over: 90 (seconds), 30m, 2h, HH:MM:SS, D-HH:MM:SS, or none. (default: the Slurm "
+        "job's end)",
+    )
+    grace: float = option(0.0, "Seconds for which running rows may go on after a signal.", at_least=0)
+
+
+@dataclass(frozen=True)
 class DisplayConfig(Checked):
     progress: str = option(
         "auto",
@@ -173,3 +190,4 @@ class RunConfig:
     engine: EngineConfig
     output: OutputConfig
     display: DisplayConfig
+    task: TaskConfig = TaskConfig()

@@ -8,19 +8,16 @@ main thread runs the engine, and a thread writes.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from cbatch import __version__, plan
 from cbatch.config import RunConfig
+from cbatch.deadline import INTERRUPTED, Deadline
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.feed import Feed
 from cbatch.rows.inputs import resolve
@@ -29,6 +26,7 @@ from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read
 from cbatch.rows.request import Completion, Request, Row
 from cbatch.rows.target import Target
 from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
+from cbatch.streams import secure_standard_streams, stdout_for_records
 from cbatch.watch import report
 from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
@@ -39,29 +37,25 @@ if TYPE_CHECKING:
     from cbatch.rows.journal import Done, Journal
     from cbatch.rows.shards import Shards
 
-OK, FATAL, USAGE, SOME_FAILED, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 75, 141
+OK, FATAL, USAGE, SOME_FAILED, READER_GONE = 0, 1, 2, 3, 141  # and INTERRUPTED
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_ERRORS = 3
 _AHEAD = 1024  # requests that may wait between the reader and the engine
-
-
-class Interrupted(BaseException):
-    """A signal came before the engine ran. No library's `except Exception` may swallow it."""
 
 
 def run(config: RunConfig) -> int:
     """Run a job; returns its exit code. Fatal and UsageError say what ended it early."""
     if config.output.output == "-" and sys.stdout is None:
         raise UsageError("-o -: standard output is closed")
-    _open_standard_streams()
+    secure_standard_streams()
     stats = RunStats()
-    with Progress(stats, resolve_mode(config.display.progress)) as progress:
+    deadline = Deadline(config.task, stats.row_seconds)
+    with deadline, Progress(stats, resolve_mode(config.display.progress)) as progress:
         try:
             if config.output.output != "-":
-                return Job(config, stats, progress).run()
-            with _stdout_for_records() as stdout:
-                return Job(config, stats, progress, stdout).run()
+                return Job(config, stats, progress, deadline).run()
+            with stdout_for_records() as stdout:
+                return Job(config, stats, progress, deadline, stdout).run()
         except ReaderGone:
             return READER_GONE
 
@@ -69,30 +63,32 @@ def run(config: RunConfig) -> int:
 class Job:
     """The parts of one run and the order in which they start and end."""
 
-    def __init__(self, config: RunConfig, stats: RunStats, progress: Progress, stdout: Any = None) -> None:
-        self.config, self.stats, self.progress, self.stdout = config, stats, progress, stdout
+    def __init__(
+        self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline, stdout: Any = None
+    ) -> None:
+        self.config, self.stats, self.progress, self.deadline, self.stdout = config, stats, progress, deadline, stdout
+        deadline.note, deadline.last_words = progress.note, self._last_words
         progress.doing = "opening the input"
         self.target = Target(config.output)
         self.sources = resolve(config.input.inputs, exclude=self.target.path)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
         self.engine: Engine | None = None
-        self.stopping = False
+        self.writer: Writer | None = None
+        self.journal: Journal | None = None  # once it is this job's
 
     def run(self) -> int:
-        with _signals(self._on_signal):
-            try:
-                return self._run()
-            except Interrupted:
-                self.progress.note("Interrupted before the first row; nothing is lost.")
-                return INTERRUPTED
-            except OSError as error:
-                place = error.filename or self.target.path or "standard output"
-                safe = " What was finished is safe; mend this and run it again." if self.target.path else ""
-                raise Fatal(f"{place}: {error.strerror or error}.{safe}") from None
+        try:
+            return self._run()
+        except OSError as error:
+            place = error.filename or self.target.path or "standard output"
+            safe = " What was finished is safe; mend this and run it again." if self.target.path else ""
+            raise Fatal(f"{place}: {error.strerror or error}.{safe}") from None
 
     def _run(self) -> int:
         from cbatch.model.loader import locate, resolve_device
 
+        if text := str(self.deadline):
+            self.progress.note(text)
         plan.check_settings(self.config)
         plan.check_first_rows(self.sources, self.config, self.target.shape)
         resolve_device(self.config.engine.device)
@@ -118,7 +114,8 @@ class Job:
         config, done = self.config, None
         if journal and shards:
             done = self._begin(files, builder, journal, shards)
-        writer = Writer(ShardSink(shards) if shards else StreamSink(self.stdout, self.target.shape))
+        self.journal = journal
+        self.writer = writer = Writer(ShardSink(shards) if shards else StreamSink(self.stdout, self.target.shape))
 
         def deliver(completion: Completion) -> None:
             writer.put(completion)
@@ -130,7 +127,7 @@ class Job:
         feed = Feed(rows, self._requests(builder, done), deliver, _AHEAD)
         self._count_rows()
         try:
-            self._run_engine(feed, files, builder, deliver)
+            finished = self._run_engine(feed, files, builder, deliver)
         finally:
             feed.stop()
             try:
@@ -138,11 +135,10 @@ class Job:
             finally:
                 if shards:
                     shards.close()
-        finished = not self.stopping
         if journal and shards and finished:
             shards.finish()
             journal.begin(self.settings)  # a retry may have had a mended input
-        return self._report(journal, finished)
+        return self._report(finished)
 
     def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
         """Start a job, or go on with one under the seed it drew; what is done."""
@@ -196,9 +192,10 @@ class Job:
 
     def _run_engine(
         self, feed: Feed, files: ModelFiles, builder: PromptBuilder, deliver: Callable[[Completion], None]
-    ) -> None:
+    ) -> bool:
+        """Complete the rows of the feed; whether there was time for all."""
         if feed.empty():
-            return
+            return True
         self.progress.doing = f"loading {files.name}"
         from cbatch.engine.start import start_engine
 
@@ -206,9 +203,10 @@ class Job:
         self.progress.note(self._first_line(engine, builder))
         self.progress.doing = "first step"
         self.engine = engine
-        engine.stopping = self.stopping
-        for completion in engine.generate(feed):
+        self.deadline.rows_run = True
+        for completion in engine.generate(feed, self.deadline):
             deliver(completion)
+        return feed.ended and not engine.is_busy and not engine.scheduler.waiting
 
     def _first_line(self, engine: Engine, builder: PromptBuilder) -> str:
         config, sampling = self.config, builder.sampling
@@ -243,8 +241,8 @@ class Job:
 
         threading.Thread(target=count, name="counter", daemon=True).start()
 
-    def _report(self, journal: Journal | None, finished: bool) -> int:
-        stats = self.stats
+    def _report(self, finished: bool) -> int:
+        stats, journal = self.stats, self.journal
         if finished:
             stats.rows_total = stats.rows_earlier + stats.rows_done
         limits: dict[str, float] = {}
@@ -259,55 +257,17 @@ class Job:
         self.progress.end(figures, str(self.target.path or "standard output"))
         if not finished:
             if journal:
-                self.progress.note("Everything finished is on disk; run the same command again to go on.")
+                note = f"{self.deadline.reason}: everything finished is on disk; run the same command again to go on."
+                self.progress.note(note)
             return INTERRUPTED
         return SOME_FAILED if stats.rows_failed or stats.rows_earlier_failed else OK
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if self.stopping:
-            self.progress.abandon()
-            os._exit(128 + number)
-        self.stopping = True
-        if self.engine is None:
-            raise Interrupted
-        self.engine.stopping = True
-
-
-def _open_standard_streams() -> None:
-    """Point those that are closed at nothing, so that no file of the job gets their number and is printed into."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-
-
-@contextmanager
-def _stdout_for_records() -> Iterator[Any]:
-    """Standard output for records only: what a library prints there goes to stderr meanwhile."""
-    records = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
-    os.dup2(2, 1)
-    try:
-        yield records
-    finally:
-        try:
-            records.flush()
-        except OSError:  # nobody reads it any more, or it is full; the writer has said so
-            os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
-        os.dup2(records.fileno(), 1)
-        records.close()
-
-
-@contextmanager
-def _signals(handler: Any) -> Iterator[None]:
-    """Route the signals that ask a job to stop to `handler`."""
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    def _last_words(self) -> None:
+        """The process ends in a moment, in the middle of what the main thread does."""
+        if self.writer:
+            self.writer.flush()
+        self._report(finished=False)
+        self.progress.abandon()
 
 
 def fatal(error: Fatal) -> int:

@@ -20,8 +20,12 @@ MAY_IMPORT = {
     "cbatch.config": set(),
     "cbatch.cli": {"cbatch.run", "cbatch.check"},
     "cbatch.__main__": {"cbatch.cli"},
+    "cbatch.deadline": set(),
+    "cbatch.streams": set(),
     "cbatch.plan": {"cbatch.rows", "cbatch.model.loader"},
     "cbatch.run": {
+        "cbatch.deadline",
+        "cbatch.streams",
         "cbatch.plan",
         "cbatch.rows",
         "cbatch.engine",
@@ -39,6 +43,8 @@ MAY_IMPORT = {
 NO_TORCH = [
     "errors.py",
     "config.py",
+    "deadline.py",
+    "streams.py",
     "cli.py",
     "run.py",
     "plan.py",

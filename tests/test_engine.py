@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.engine.engine import Engine
 from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Request, SamplingParams
 from tests.drive import Given, make_engine, make_request, run, spell, twins
@@ -309,14 +310,41 @@ def test_a_row_whose_logits_are_not_numbers_fails_alone() -> None:
         assert list(completion.token_ids) == greedy([5, 6, 7 + completion.row.row], 6)
 
 
-def test_stopping_leaves_after_the_step_that_runs() -> None:
-    engine = make_engine(ROUTED)
+class Moment:
+    """Near once `near` rows are seen, past once `past` are."""
+
+    def __init__(self, near: int = 100, past: int = 100) -> None:
+        self.near, self.past = near, past
+        self.seen: list[int] = []
+
+    @property
+    def is_near(self) -> bool:
+        return len(self.seen) >= self.near
+
+    @property
+    def is_past(self) -> bool:
+        return len(self.seen) >= self.past
+
+    def run(self, engine: Engine, requests: Iterable[Request]) -> list[int]:
+        for completion in engine.generate(Given(requests), self):
+            self.seen.append(completion.row.row)
+        return self.seen
+
+
+def test_a_moment_that_is_past_ends_the_run_after_the_step_that_runs() -> None:
     requests = [make_request(n, prompt(5, n), max_tokens=3 + n) for n in range(5)]
-    seen = []
-    for completion in engine.generate(Given(requests)):
-        seen.append(completion.row.row)
-        engine.stopping = True
-    assert seen == [0]
+    assert Moment(past=1).run(make_engine(ROUTED), requests) == [0]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", ["continuous", "static"])
+def test_a_moment_that_is_near_lets_what_runs_end_and_nothing_start(kind: str, depth: int) -> None:
+    requests = [make_request(n, prompt(5, n), max_tokens=3 + n) for n in range(9)]
+    engine = make_engine(ROUTED, max_num_seqs=3, kind=kind)
+    engine.depth = depth
+    assert Moment(near=1).run(engine, requests) == [0, 1, 2]
+    assert not engine.is_busy
+    assert engine.scheduler.waiting
 
 
 class Slowly:

@@ -31,6 +31,25 @@ class Requests(Protocol):
         """The next request; None if there is none now. With `wait`, give one some time to come."""
 
 
+class Until(Protocol):
+    """How long the engine may run."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether no more sequences may start."""
+
+    @property
+    def is_past(self) -> bool:
+        """Whether not one more step may start."""
+
+
+class _Endless:
+    is_near = is_past = False
+
+
+_ENDLESS = _Endless()
+
+
 class Engine:
     """Turns requests into completions, in the order in which they finish."""
 
@@ -50,17 +69,22 @@ class Engine:
         self.max_model_len = max_model_len
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or RunStats()
-        self.stopping = False
         self.depth, self.order = depth, order
         self._launched: deque[tuple[Schedule, Launched]] = deque()
 
-    def generate(self, requests: Requests) -> Iterator[Completion]:
-        """Yield a completion for each request. Set `stopping` to leave after the step that runs."""
-        while not self.stopping:
+    def generate(self, requests: Requests, until: Until = _ENDLESS) -> Iterator[Completion]:
+        """Yield a completion for each request, or for those that are finished in time."""
+        while not until.is_past:
             yield from self._take(requests)
-            if not self.scheduler.running and not self.scheduler.waiting and requests.ended and not self._launched:
+            self.scheduler.admits = not until.is_near
+            if not self.is_busy and (until.is_near or (requests.ended and not self.scheduler.waiting)):
                 return
             yield from self.step(more_to_come=not requests.ended)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any sequence runs."""
+        return bool(self.scheduler.running or self._launched)
 
     def step(self, more_to_come: bool = False) -> list[Completion]:
         """Decide the batch, launch it, and return the completions of the step launched `depth` steps before.

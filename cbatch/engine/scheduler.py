@@ -56,6 +56,7 @@ class Scheduler:
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
+        self.admits = True  # may be set to False when time runs out
         self._short_of_blocks = False  # since the last preemption nothing has finished
 
     def add(self, seq: Sequence) -> None:
@@ -71,7 +72,7 @@ class Scheduler:
             if budget:
                 chunks.append(_chunk(seq, budget))
                 budget -= chunks[-1].num_tokens
-        while budget and (admitted := self._admit()):
+        while budget and self.admits and (admitted := self._admit()):
             chunks.append(_chunk(admitted, budget))
             budget -= chunks[-1].num_tokens
         return Schedule(tuple(chunks), tuple(preempted))

@@ -87,6 +87,10 @@ class Writer:
             except queue.Full:
                 continue
 
+    def flush(self) -> None:
+        """Wait until everything put so far is written and durable; for ever if something went wrong."""
+        self._queue.join()
+
     def close(self) -> None:
         """Wait until everything is written and durable."""
         self.put(None)
@@ -96,15 +100,17 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            last_sync, dirty, ended = time.monotonic(), False, False
+            last_sync, num_loose, ended = time.monotonic(), 0, False
             while not ended:
                 batch, ended = self._next_batch()
                 if batch:
                     self._sink.write(batch)
-                    dirty = True
-                if dirty and (ended or time.monotonic() - last_sync >= _SYNC_SECONDS):
+                    num_loose += len(batch)
+                if num_loose and (ended or time.monotonic() - last_sync >= _SYNC_SECONDS):
                     self._sink.sync()
-                    last_sync, dirty = time.monotonic(), False
+                    for _ in range(num_loose):
+                        self._queue.task_done()
+                    last_sync, num_loose = time.monotonic(), 0
         except BaseException as error:  # handed to the main thread by put() and close()
             self._error = error
 

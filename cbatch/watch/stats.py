@@ -88,6 +88,10 @@ class RunStats:
     def rows_done(self) -> int:
         return self.rows_ok + self.rows_failed
 
+    def row_seconds(self) -> float:
+        """How long a row has run on average, by Little's law: those that ran at a time over those that ended in it."""
+        return self.occupancy / self.steps * self.busy_seconds / self.rows_ok if self.rows_ok else 0.0
+
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
         """Count a step that is about to run."""
         self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)

@@ -1,0 +1,50 @@
+"""Standard streams that harm no run, however they were left to it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def secure_standard_streams() -> None:
+    """Open those that are closed, so that no file of the job gets their number and is printed into.
+
+    From here on, what is printed to standard error is lost if nobody takes it, and whoever prints it is not told.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None or sys.stderr is sys.__stderr__:
+        buffer = io.BufferedWriter(_Unbreakable(2, "w", closefd=False))
+        encoding = getattr(sys.stderr, "encoding", None)
+        sys.stderr = io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True)
+
+
+class _Unbreakable(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # the reader of a pipe, the terminal or the room on a disk is gone
+            return len(data)
+
+
+@contextmanager
+def stdout_for_records() -> Iterator[Any]:
+    """Standard output for records only: what a library prints there goes to stderr meanwhile."""
+    records = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
+    os.dup2(2, 1)
+    try:
+        yield records
+    finally:
+        try:
+            records.flush()
+        except OSError:  # nobody reads it any more, or it is full; the writer has said so
+            os.dup2(os.open(os.devnull, os.O_WRONLY), records.fileno())
+        os.dup2(records.fileno(), 1)
+        records.close()
