@@ -14,6 +14,7 @@ from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
 from cbatch.rows.reader import Source
 from cbatch.rows.record import RecordShape
 from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.share import Share
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
@@ -25,6 +26,19 @@ def check_settings(config: RunConfig) -> None:
     """UsageError if settings contradict each other across panels."""
     if config.output.retry_failed and (config.input.skip or config.input.limit is not None):
         raise UsageError("--retry-failed runs all rows again that failed; it can't be combined with --skip or --limit")
+
+
+def check_share(config: RunConfig, share: Share, whose: str, single_file: bool) -> None:
+    """UsageError if a task with a share of the rows can't do what is asked for."""
+    output, problems = config.output, {}
+    problems["standard input can't be read by several tasks."] = "-" in config.input.inputs
+    problems[f"{output.output}: one file can't take the rows of several tasks; name a folder."] = single_file
+    problems["--ordered needs all rows in one task."] = output.ordered
+    problems["--overwrite: a task can't tell what others wrote since; remove OUT before they start."] = output.overwrite
+    problems["--retry-failed needs OUT to itself; run it when all tasks have ended."] = output.retry_failed
+    for problem, is_there in problems.items():
+        if is_there and not share.is_whole:
+            raise UsageError(f"{problem} This is {share} ({whose}); --shard none does all rows in one task")
 
 
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:

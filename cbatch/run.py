@@ -8,6 +8,7 @@ main thread runs the engine, and a thread writes.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from cbatch.errors import Fatal, UsageError
 from cbatch.rows.feed import Feed
 from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read
+from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read, spans
 from cbatch.rows.request import Completion, Request, Row
+from cbatch.rows.share import find_share
 from cbatch.rows.target import Target
 from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
 from cbatch.streams import secure_standard_streams, stdout_for_records
@@ -69,9 +71,15 @@ class Job:
         self.config, self.stats, self.progress, self.deadline, self.stdout = config, stats, progress, deadline, stdout
         deadline.note, deadline.last_words = progress.note, self._last_words
         progress.doing = "opening the input"
+        self.share, whose = find_share(config.task.shard, os.environ)
+        if about := [f"{self.share} ({whose})"] * (not self.share.is_whole) + [str(deadline)] * bool(str(deadline)):
+            progress.note(f"cbatch {__version__}: {', '.join(about)}")
         self.target = Target(config.output)
+        plan.check_share(config, self.share, whose, self.target.single_file)
         self.sources = resolve(config.input.inputs, exclude=self.target.path)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
+        self.seen = [range(0)] * len(self.sources)  # the rows of each that are within --skip and --limit
+        self.left_to_others: int | None = None
         self.engine: Engine | None = None
         self.writer: Writer | None = None
         self.journal: Journal | None = None  # once it is this job's
@@ -87,8 +95,6 @@ class Job:
     def _run(self) -> int:
         from cbatch.model.loader import locate, resolve_device
 
-        if text := str(self.deadline):
-            self.progress.note(text)
         plan.check_settings(self.config)
         plan.check_first_rows(self.sources, self.config, self.target.shape)
         resolve_device(self.config.engine.device)
@@ -102,7 +108,9 @@ class Job:
         from cbatch.rows.journal import Journal
 
         schema = self.target.schema(self.sources)
-        journal = Journal(self.target.path, self.target.single_file)
+        journal = Journal(self.target.path, self.target.single_file, self.share)
+        if not journal.is_locked:
+            self.progress.note(f"{self.target.path}: this file system has no locks; see that no other job writes there")
         try:
             return self._generate(files, builder, journal, self.target.shards(journal, self.sources, schema))
         finally:
@@ -137,7 +145,11 @@ class Job:
                     shards.close()
         if journal and shards and finished:
             shards.finish()
-            journal.begin(self.settings)  # a retry may have had a mended input
+            if config.output.retry_failed:  # the input may have been mended
+                journal.begin(self.settings)
+            if not self.share.is_whole:
+                done = shards.survey()
+                self.left_to_others = sum(done.count_missing(source, rows) for source, rows in enumerate(self.seen))
         return self._report(finished)
 
     def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
@@ -148,18 +160,22 @@ class Job:
         for source in self.sources:
             if source.kind != "dataset" and source.name != "-" and shards.holds(Path(source.name)):
                 raise UsageError(f"{source.name}: is an input, and the output would replace it; name another output")
-        earlier = None if output.overwrite else journal.manifest
-        if earlier and self.config.sampling.seed is None:
-            builder.reseed(earlier["seed"])
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
         self.settings = plan.settings(self.config, builder, files, self.sources) | layout
+        anew = output.overwrite or not shards.exists()
+        earlier = None if output.overwrite else journal.manifest
+        if anew and not self.share.is_whole:
+            earlier, anew = journal.propose(self.settings), False
+        if earlier and self.config.sampling.seed is None:
+            builder.reseed(earlier["seed"])
+            self.settings["seed"] = earlier["seed"]
         if output.overwrite:
             shards.replace(self.settings)
-        elif not shards.exists():
+        elif anew:
             journal.begin(self.settings)
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
-        elif shards.has_completions():
+        elif not self.share.is_whole or shards.has_completions():
             journal.resume(self.settings, may_differ=("input sizes",) if output.retry_failed else ())
         elif earlier != self.settings:  # nothing was completed under the other settings
             shards.replace(self.settings)
@@ -173,7 +189,9 @@ class Job:
         index_of = {source.name: index for index, source in enumerate(self.sources)}
 
         def build(row: Row) -> Request | None:
-            digest = done.digest(index_of[row.source], row.row) if done else 0
+            source = index_of[row.source]
+            self.seen[source] = range(self.seen[source].start if self.seen[source] else row.row, row.row + 1)
+            digest = done.digest(source, row.row) if done else 0
             if digest:
                 if row.digest == BROKEN_DIGEST != digest:
                     raise Fatal(f"{row.problem}. Rows from here on were read before; restore the input to go on.")
@@ -182,6 +200,9 @@ class Job:
                         f"{row.where}: this row has changed since it was completed. Use the same input, another "
                         "output, or --overwrite to start anew."
                     )
+                builder.skip(row)
+                return None
+            if not self.share.owns(source, row.row):
                 builder.skip(row)
                 return None
             if not row.problem:
@@ -235,9 +256,10 @@ class Job:
             except Exception:  # the reader will say what is wrong with the file
                 return
             if all(one is not None for one in counts):
-                rows = max(0, sum(one for one in counts if one is not None) - self.config.input.skip)
-                limit = self.config.input.limit
-                self.stats.rows_total = rows if limit is None else min(rows, limit)
+                rows = spans(
+                    [one for one in counts if one is not None], self.config.input.skip, self.config.input.limit
+                )
+                self.stats.rows_total = sum(self.share.count(source, part) for source, part in enumerate(rows))
 
         threading.Thread(target=count, name="counter", daemon=True).start()
 
@@ -252,9 +274,14 @@ class Job:
             measured = ceilings(self.engine.runner.device, self.engine.runner.model.dtype)
             limits = asdict(measured) if measured else {}
         figures = report.summary(stats, finished, **limits)
+        if self.left_to_others is not None:
+            figures["shard"], figures["rows_left_to_others"] = str(self.share), self.left_to_others
         if journal:
             journal.write_summary(figures)
         self.progress.end(figures, str(self.target.path or "standard output"))
+        if self.left_to_others is not None:
+            rest = f"{self.left_to_others:,} rows are left to the others" if self.left_to_others else "it was the last"
+            self.progress.note(f"This was {self.share}; {rest}.")
         if not finished:
             if journal:
                 note = f"{self.deadline.reason}: everything finished is on disk; run the same command again to go on."

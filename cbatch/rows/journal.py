@@ -8,6 +8,7 @@ Beside the output lies a state folder (`OUT/.cbatch`, or `.NAME.cbatch` beside a
     part-N.idx      for each record of shard N, its row and a checksum of that row's input
     summary.json    the figures of the last run
 
+Where several tasks share the output, all but the manifest has `-I-of-N` in its name: `part-0-of-3-00000.jsonl`.
 The records are the only truth: what is done is what stands in the shards. The index is a cache of that (believed only
 if it was made for a file of just that size) and remembers the checksums. A shard under its final name is complete; it
 gets there by a rename.
@@ -22,6 +23,7 @@ import os
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ import numpy.typing as npt
 
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.record import RecordShape
+from cbatch.rows.share import WHOLE, Share
 
 # One record of a shard: its row, the index of its source, a checksum of that row's input, and whether it failed.
 ENTRY = np.dtype([("row", "<u8"), ("source", "<u4"), ("digest", "<u4"), ("failed", "u1")])
@@ -40,10 +43,14 @@ _HEADER = struct.Struct("<QII")  # of a finished shard: its size in bytes, numbe
 
 
 class Done:
-    """Which rows are done: for each source an array of the digests of its finished rows, 0 where there is none."""
+    """Which rows are done: for each source an array of the digests of its finished rows, 0 where there is none.
 
-    def __init__(self, num_sources: int) -> None:
+    `num_rows` and `num_failed` count those of a share only.
+    """
+
+    def __init__(self, num_sources: int, share: Share = WHOLE) -> None:
         self._digests = [np.zeros(0, np.uint32) for _ in range(num_sources)]
+        self._share = share
         self.num_rows = self.num_failed = 0
 
     def add(self, entries: Entries) -> None:
@@ -55,32 +62,48 @@ class Done:
             if len(np.unique(rows)) < len(rows) or digests[rows].any():
                 raise Fatal("a row stands twice in the output; start anew with --overwrite")
             digests[rows] = of_source["digest"]
-        self.num_rows += len(entries)
-        self.num_failed += int(entries["failed"].sum())
+        own = entries[self._share.owns(entries["source"], entries["row"])]
+        self.num_rows += len(own)
+        self.num_failed += int(own["failed"].sum())
 
     def digest(self, source: int, row: int) -> int:
         """0 if the row is not done."""
         digests = self._digests[source]
         return int(digests[row]) if row < len(digests) else 0
 
+    def count_missing(self, source: int, rows: range) -> int:
+        """How many of these rows of a source are not done."""
+        return len(rows) - int(np.count_nonzero(self._digests[source][rows.start : rows.stop]))
+
 
 class Journal:
     """The state folder of one output, locked for this process while it is open."""
 
-    def __init__(self, output: Path, single_file: bool) -> None:
-        self.output = output
+    def __init__(self, output: Path, single_file: bool, share: Share = WHOLE) -> None:
+        self.output, self.share = output, share
         self.state = output.with_name(f".{output.name}.cbatch") if single_file else output / ".cbatch"
+        self._summary = self.state / f"summary{share.suffix}.json"
+        lock = self.state / f"lock{share.suffix}"
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise UsageError(f"{output}: can't write there: {error.strerror}") from None
+        self.is_locked = self._try(self._lock, fcntl.LOCK_EX)
+        for path in self.state.glob("lock*"):
+            if not path.name.endswith(f"-of-{share.total}") and path != lock:  # of a job that is divided otherwise
+                with path.open("rb") as other:
+                    self._try(other.fileno(), fcntl.LOCK_SH)
+
+    def _try(self, lock: int, kind: int) -> bool:
+        """Take a lock; False where the file system has none. UsageError if a live process holds it."""
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise UsageError(f"{output}: another cbatch job is writing there now") from None
-            raise UsageError(f"{output}: this file system can't lock files: {error.strerror}") from None
+                raise UsageError(f"{self.output}: another cbatch job is writing there now") from None
+            return False
+        return True
 
     @property
     def manifest(self) -> dict[str, Any] | None:
@@ -98,6 +121,15 @@ class Journal:
     def begin(self, settings: dict[str, Any]) -> None:
         """Record the settings of a new job."""
         write_atomically(self.state / "manifest.json", json.dumps(settings, indent=2) + "\n")
+
+    def propose(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Record the settings of a new job, its seed among them, unless another task was faster; those that hold."""
+        mine = self.state / f"manifest{self.share.suffix}.json"
+        write_atomically(mine, json.dumps(settings, indent=2) + "\n")
+        with suppress(FileExistsError):
+            (self.state / "manifest.json").hardlink_to(mine)  # unlike a rename, it replaces nothing
+        mine.unlink()
+        return self.manifest or settings
 
     def resume(self, settings: dict[str, Any], may_differ: Collection[str] = ()) -> None:
         """Make sure that the settings are those of the job to be continued, but for those that `may_differ`."""
@@ -117,11 +149,11 @@ class Journal:
             )
 
     def write_summary(self, figures: dict[str, Any]) -> None:
-        write_atomically(self.state / "summary.json", json.dumps(figures, indent=2) + "\n")
+        write_atomically(self._summary, json.dumps(figures, indent=2) + "\n")
 
     def forget_summary(self) -> None:
         """A run that dies must not leave the figures of the one before it."""
-        (self.state / "summary.json").unlink(missing_ok=True)
+        self._summary.unlink(missing_ok=True)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -197,19 +229,29 @@ def _last_line_start(file: Any, size: int) -> int:
     return 0
 
 
-def read_lines(path: Path, shape: RecordShape) -> Iterator[tuple[bytes, dict[str, Any], tuple[str, int, bool]]]:
-    """Each line of a shard, its record, and what it is about. Fatal if one is damaged: no kill does that."""
+def read_lines(
+    path: Path, shape: RecordShape, growing: bool = False
+) -> Iterator[tuple[bytes, dict[str, Any], tuple[str, int, bool]]]:
+    """Each line of a shard, its record, and what it is about. Fatal if one is damaged: no kill does that.
+
+    Of one that is `growing`, by another task or until a kill, the end may be torn; it is read as `repair` mends it.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            is_end = growing and not line.endswith(b"\n")
             try:
                 record = json.loads(line)
                 key = shape.key(record)
             except (ValueError, KeyError, TypeError, RecursionError):
+                if is_end:
+                    return
                 raise Fatal(
                     f"{path}:{number}: this record is damaged, and not by an interrupted run. Restore the file, "
                     "or start anew with --overwrite."
                 ) from None
             yield line, record, key
+            if is_end:
+                return
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -16,7 +16,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -84,6 +84,16 @@ def read(
             yield row
         elif passed:
             passed(row)
+
+
+def spans(counts: Sequence[int], skip: int, limit: int | None) -> list[range]:
+    """The rows of sources with these numbers of rows that `read` yields."""
+    ends = list(accumulate(counts))
+    stop = sum(counts) if limit is None else skip + limit
+    return [
+        range(count)[max(0, skip - end + count) : max(0, stop - end + count)]
+        for count, end in zip(counts, ends, strict=True)
+    ]
 
 
 def _open(source: Source) -> IO[bytes] | gzip.GzipFile:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,23 @@ from cbatch.errors import Fatal
 from cbatch.rows.journal import Done, Entries, Entry, IndexFile, Journal, as_entries, publish, read_lines, repair
 from cbatch.rows.reader import UNKNOWN_DIGEST
 from cbatch.rows.record import RecordShape, dumps
+from cbatch.rows.share import Share
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_PART = re.compile(r"part-(\d{5,})\.(?:jsonl|parquet)")
+_PART = re.compile(r"part(?:-(\d+)-of-(\d+))?-(\d{5,})\.(?:jsonl|parquet)")
+
+
+class Part(NamedTuple):
+    """One shard of a folder, by its number among those that tasks with this share made."""
+
+    share: Share
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"part{self.share.suffix}-{self.number:05d}"
 
 
 class Shards:
@@ -30,6 +42,10 @@ class Shards:
     A folder without `ordered` is a row of shards: one grows in the state folder as JSONL until it has `shard_rows`
     records, and is then published under its final name. A single file, or an ordered folder, is published whole when
     the job ends, from one growing file; as long as that exists, it and not the final files says what is done.
+
+    A task with a share of the rows has shards of its own, under names that say which share that is. It may start while
+    others run, so it neither changes nor removes any file but its own. What is left where the job was divided otherwise
+    (nobody writes to that any more) counts as done; the task that inherits it publishes a copy when it ends itself.
     """
 
     def __init__(
@@ -48,7 +64,8 @@ class Shards:
         self._index_of = {name: index for index, name in enumerate(source_names)}
         self._rolling = not single_file and not ordered
         self.suffix = "parquet" if schema is not None else "jsonl"
-        self._number = 0  # of the growing shard
+        self.share = journal.share
+        self._part = Part(self.share, 0)  # that grows
         self._num_rows = 0  # in the growing shard
         self._drop_failed = False  # when the growing file is made from the final ones
         self._file = self._index = -1
@@ -56,23 +73,46 @@ class Shards:
 
     def resume(self, retry_failed: bool) -> Done:
         """Find out what is done. With `retry_failed`, rows that failed are not, and their records go away."""
-        done = Done(len(self.source_names))
+        done = Done(len(self.source_names), self.share)
         growing, finals = self._growing_files(), self._final_files()
         if self._rolling:
-            for number in set(growing) & set(finals):  # killed between the two
-                growing.pop(number).unlink()
-            self._number = max([*growing, *(number + 1 for number in finals)], default=0)
+            for part in [part for part in growing if part in finals]:  # killed between the two
+                path = growing.pop(part)
+                if self._keeps(part):
+                    path.unlink()
+            own = [part.number + (part in finals) for part in (*growing, *finals) if part.share == self.share]
+            self._part = Part(self.share, max(own, default=0))
         elif growing:
             finals = {}
-        for number, path in finals.items():
+        for part, path in finals.items():
+            if self._is_siblings(part):
+                continue
             if retry_failed and self._rolling:
-                self._drop_failed_of_final(number, path)
-            entries = self._entries_of_final(number, path)
+                self._drop_failed_of_final(part, path)
+            entries = self._entries_of_final(part, path)
             done.add(entries[entries["failed"] == 0] if retry_failed else entries)
-        for number, path in growing.items():
-            done.add(self._entries_of_growing(number, path, retry_failed))
+        for part, path in growing.items():
+            if not self._is_siblings(part):
+                done.add(self._entries_of_growing(part, path, retry_failed))
         self._drop_failed = retry_failed
         return done
+
+    def survey(self) -> Done:
+        """What all tasks of the job together have done up to now."""
+        growing = {part: self._read_growing(part, path) for part, path in self._growing_files().items()}
+        finals = {part: self._entries_of_final(part, path) for part, path in self._final_files().items()}
+        done = Done(len(self.source_names), self.share)
+        for entries in {**growing, **finals}.values():
+            done.add(entries)
+        return done
+
+    def _keeps(self, part: Part) -> bool:
+        """Whether its files are this task's to change."""
+        return self.share.is_whole or part.share == self.share
+
+    def _is_siblings(self, part: Part) -> bool:
+        """Whether it holds rows of another task of the same division: none of this task's, and it may run now."""
+        return part.share.total == self.share.total and part.share != self.share
 
     def entry(self, source: str, row: int, failed: bool, digest: int) -> Entry:
         if source not in self._index_of:
@@ -103,7 +143,9 @@ class Shards:
     def finish(self) -> None:
         """The job has ended: publish what is not published yet; an empty output if there was no row at all."""
         self._replace_now()
-        if self._file < 0 and (self._growing_files() or not self._final_files()):
+        if self._rolling:
+            self._publish_inheritance()
+        if self._file < 0 and (self._growing(self._part).exists() or not self._final_files()):
             self._open()
         if self._file >= 0:
             self._publish_growing()
@@ -154,57 +196,68 @@ class Shards:
 
     # Names
 
-    def _growing(self, number: int) -> Path:
-        return self.journal.state / f"part-{number:05d}.jsonl"
+    def _growing(self, part: Part) -> Path:
+        return self.journal.state / f"{part.name}.jsonl"
 
-    def _index_file(self, number: int) -> IndexFile:
-        return IndexFile(self.journal.state / f"part-{number:05d}.idx")
+    def _index_file(self, part: Part) -> IndexFile:
+        return IndexFile(self.journal.state / f"{part.name}.idx")
 
-    def _final(self, number: int) -> Path:
-        return self.journal.output if self.single_file else self.journal.output / f"part-{number:05d}.{self.suffix}"
+    def _final(self, part: Part) -> Path:
+        return self.journal.output if self.single_file else self.journal.output / f"{part.name}.{self.suffix}"
 
-    def _growing_files(self) -> dict[int, Path]:
-        return _numbered(self.journal.state.glob("part-*.jsonl"))
+    def _growing_files(self) -> dict[Part, Path]:
+        return _parts(self.journal.state.glob("part-*.jsonl"))
 
-    def _final_files(self) -> dict[int, Path]:
+    def _final_files(self) -> dict[Part, Path]:
         if self.single_file:
-            return {0: self.journal.output} if self.journal.output.exists() else {}
-        return _numbered(self.journal.output.glob("part-*"))
+            return {Part(self.share, 0): self.journal.output} if self.journal.output.exists() else {}
+        return _parts(self.journal.output.glob("part-*"))
 
     # Resuming
 
-    def _entries_of_final(self, number: int, path: Path) -> Entries:
-        index = self._index_file(number)
+    def _entries_of_final(self, part: Part, path: Path) -> Entries:
+        index = self._index_file(part)
         entries = index.read(path.stat().st_size)
         if entries is None or (entries["source"] >= len(self.source_names)).any():
             keys = (self.shape.key(record) for record in self._records(path))
             entries = as_entries(self.entry(*key, UNKNOWN_DIGEST) for key in keys)
-            index.write(entries, path.stat().st_size)
+            if self._keeps(part):
+                index.write(entries, path.stat().st_size)
         return entries
 
-    def _entries_of_growing(self, number: int, path: Path, retry_failed: bool) -> Entries:
-        """Bring the growing shard and its index into step."""
+    def _entries_of_growing(self, part: Part, path: Path, retry_failed: bool) -> Entries:
+        """Those of a growing shard that no task writes to; if it is this one's, bring it and its index into step."""
+        if not self._keeps(part):
+            return self._read_growing(part, path)
         repair(path, self.shape)
-        index = self._index_file(number)
-        entries = as_entries(self.entry(*key, UNKNOWN_DIGEST) for _, _, key in read_lines(path, self.shape))
-        if (remembered := index.read()) is not None:
-            remembered = remembered[: len(entries)]
-            head = entries[: len(remembered)]
-            same = (head["row"] == remembered["row"]) & (head["source"] == remembered["source"])
-            head["digest"] = np.where(same, remembered["digest"], UNKNOWN_DIGEST)
+        entries = self._read_growing(part, path)
         if retry_failed and entries["failed"].any():
             lines = zip((line for line, _, _ in read_lines(path, self.shape)), entries["failed"], strict=True)
             _replace(path, (line for line, failed in lines if not failed))
             entries = entries[entries["failed"] == 0]
-        index.write(entries)
+        self._index_file(part).write(entries)
         return entries
 
-    def _drop_failed_of_final(self, number: int, path: Path) -> None:
-        entries = self._entries_of_final(number, path)
+    def _read_growing(self, part: Part, path: Path) -> Entries:
+        """Those of the whole records of a growing shard; none if it has just been published."""
+        try:
+            lines = read_lines(path, self.shape, growing=True)
+            entries = as_entries(self.entry(*key, UNKNOWN_DIGEST) for _, _, key in lines)
+        except FileNotFoundError:
+            return as_entries(())
+        if (remembered := self._index_file(part).read()) is not None:
+            remembered = remembered[: len(entries)]
+            head = entries[: len(remembered)]
+            same = (head["row"] == remembered["row"]) & (head["source"] == remembered["source"])
+            head["digest"] = np.where(same, remembered["digest"], UNKNOWN_DIGEST)
+        return entries
+
+    def _drop_failed_of_final(self, part: Part, path: Path) -> None:
+        entries = self._entries_of_final(part, path)
         if entries["failed"].any():
             records = zip(self._records(path), entries["failed"], strict=True)
-            self._write_final(number, (record for record, failed in records if not failed))
-            self._index_file(number).write(entries[entries["failed"] == 0], path.stat().st_size)
+            self._write_final(part, (record for record, failed in records if not failed))
+            self._index_file(part).write(entries[entries["failed"] == 0], path.stat().st_size)
 
     def _records(self, path: Path) -> Iterator[dict[str, Any]]:
         if path.suffix == ".parquet":
@@ -217,7 +270,7 @@ class Shards:
 
     def _open(self) -> None:
         """Open the growing shard; what an output that is published whole holds already goes into it first."""
-        path, index = self._growing(self._number), self._index_file(self._number)
+        path, index = self._growing(self._part), self._index_file(self._part)
         if not path.exists():
             index.write(as_entries(()) if self._rolling else self._refill(path))
         entries = index.read()
@@ -237,41 +290,59 @@ class Shards:
 
     def _publish_growing(self) -> None:
         self.close()
-        path = self._growing(self._number)
+        path = self._growing(self._part)
         if self._rolling:
-            self._publish_shard(self._number, path)
-            self._number += 1
+            self._publish_shard(self._part, path)
+            self._part = Part(self.share, self._part.number + 1)
         elif self.single_file and not self.ordered:
-            self._publish_shard(0, path)
+            self._publish_shard(self._part, path)
         else:
             self._publish_in_order(path)
 
+    def _publish_inheritance(self) -> None:
+        """Publish copies of what is left where the job was divided otherwise.
+
+        Only a task that has the whole job to itself removes the originals. Another that starts at this moment may, on
+        a network's file system, see the state folder as it is and the output as it was a minute ago.
+        """
+        finals = self._final_files()
+        for part, path in self._growing_files().items():
+            if not self.share.inherits(part.share) or part in finals:
+                continue
+            if len(entries := self._read_growing(part, path)):
+                records = (record for _, record, _ in read_lines(path, self.shape, growing=True))
+                self._write_final(part, records)
+                self._index_file(part).write(entries, self._final(part).stat().st_size)
+            if self.share.is_whole:
+                path.unlink()
+
     def _publish_in_order(self, path: Path) -> None:
         stale = self._final_files().keys()
-        entries = self._index_file(0).read()
+        entries = self._index_file(self._part).read()
         assert entries is not None
         order = np.lexsort((entries["row"], entries["source"]))
         records, size = _in_order(path, order), len(order) if self.single_file else self.shard_rows
         starts = range(0, max(1, len(order)), max(1, size))
-        for number in range(len(starts)):
-            self._write_final(number, islice(records, size))
-        for number in stale - set(range(len(starts))):
-            self._final(number).unlink()
+        parts = [Part(self.share, number) for number in range(len(starts))]
+        for part in parts:
+            self._write_final(part, islice(records, size))
+        for part in stale - set(parts):
+            self._final(part).unlink()
         path.unlink()
-        for number, start in enumerate(starts):
-            self._index_file(number).write(entries[order[start : start + size]], self._final(number).stat().st_size)
+        for part, start in zip(parts, starts, strict=True):
+            self._index_file(part).write(entries[order[start : start + size]], self._final(part).stat().st_size)
 
-    def _publish_shard(self, number: int, path: Path) -> None:
-        final = self._final(number)
+    def _publish_shard(self, part: Part, path: Path) -> None:
+        final = self._final(part)
         if self.schema is None:
             publish(path, final)
         else:
-            self._write_final(number, _parsed(path))
+            self._write_final(part, _parsed(path))
             path.unlink()
-        self._index_file(number).finish(final.stat().st_size)
+        self._index_file(part).finish(final.stat().st_size)
 
-    def _write_final(self, number: int, records: Iterable[dict[str, Any]]) -> None:
-        final = self._final(number)
+    def _write_final(self, part: Part, records: Iterable[dict[str, Any]]) -> None:
+        final = self._final(part)
         scratch = self.journal.state / f"{final.name}.tmp"
         if self.schema is None:
             _replace(final, (dumps(record).encode() + b"\n" for record in records), scratch)
@@ -284,9 +355,11 @@ class Shards:
         publish(scratch, final)
 
 
-def _numbered(paths: Iterable[Path]) -> dict[int, Path]:
-    found = {int(match[1]): path for path in paths if (match := _PART.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+def _parts(paths: Iterable[Path]) -> dict[Part, Path]:
+    """Those of these that are shards, in the order of their shares and numbers."""
+    matches = [(match, path) for path in paths if (match := _PART.fullmatch(path.name))]
+    found = {Part(Share(int(m[1] or 0), int(m[2] or 1)), int(m[3])): path for m, path in matches}
+    return dict(sorted(found.items(), key=lambda item: (item[0].share.total, item[0].share.index, item[0].number)))
 
 
 def _append(file: int, data: bytes) -> None:
