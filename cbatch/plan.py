@@ -28,7 +28,7 @@ def check_settings(config: RunConfig) -> None:
         raise UsageError("--retry-failed runs all rows again that failed; it can't be combined with --skip or --limit")
 
 
-def check_share(config: RunConfig, share: Share, whose: str, single_file: bool) -> None:
+def check_share(config: RunConfig, share: Share, single_file: bool) -> None:
     """UsageError if a task with a share of the rows can't do what is asked for."""
     output, problems = config.output, {}
     problems["standard input can't be read by several tasks."] = "-" in config.input.inputs
@@ -38,7 +38,7 @@ def check_share(config: RunConfig, share: Share, whose: str, single_file: bool) 
     problems["--retry-failed needs OUT to itself; run it when all tasks have ended."] = output.retry_failed
     for problem, is_there in problems.items():
         if is_there and not share.is_whole:
-            raise UsageError(f"{problem} This is {share} ({whose}); --shard none does all rows in one task")
+            raise UsageError(f"{problem} This is {share}; --shard none does all rows in one task")
 
 
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:

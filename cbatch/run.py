@@ -69,20 +69,20 @@ class Job:
         self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline, stdout: Any = None
     ) -> None:
         self.config, self.stats, self.progress, self.deadline, self.stdout = config, stats, progress, deadline, stdout
-        deadline.note, deadline.last_words = progress.note, self._last_words
-        progress.doing = "opening the input"
-        self.share, whose = find_share(config.task.shard, os.environ)
-        if about := [f"{self.share} ({whose})"] * (not self.share.is_whole) + [str(deadline)] * bool(str(deadline)):
-            progress.note(f"cbatch {__version__}: {', '.join(about)}")
+        self.share = find_share(config.task.shard, os.environ)
         self.target = Target(config.output)
-        plan.check_share(config, self.share, whose, self.target.single_file)
-        self.sources = resolve(config.input.inputs, exclude=self.target.path)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
-        self.seen = [range(0)] * len(self.sources)  # the rows of each that are within --skip and --limit
-        self.left_to_others: int | None = None
         self.engine: Engine | None = None
         self.writer: Writer | None = None
         self.journal: Journal | None = None  # once it is this job's
+        self.left_to_others: int | None = None  # rows, when this task has done its own
+        deadline.note, deadline.last_words = progress.note, self._last_words
+        if about := ", ".join(filter(None, (str(self.share), str(deadline)))):
+            progress.note(f"cbatch {__version__}: {about}")
+        plan.check_share(config, self.share, self.target.single_file)
+        progress.doing = "opening the input"
+        self.sources = resolve(config.input.inputs, exclude=self.target.path)
+        self.seen = [range(0)] * len(self.sources)  # the rows of each that are within --skip and --limit
 
     def run(self) -> int:
         try:
@@ -162,16 +162,16 @@ class Job:
                 raise UsageError(f"{source.name}: is an input, and the output would replace it; name another output")
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
         self.settings = plan.settings(self.config, builder, files, self.sources) | layout
-        anew = output.overwrite or not shards.exists()
+        is_there = shards.exists()  # asked first: another task of the job writes its settings before its rows
         earlier = None if output.overwrite else journal.manifest
-        if anew and not self.share.is_whole:
-            earlier, anew = journal.propose(self.settings), False
+        if not is_there and not self.share.is_whole:
+            earlier = journal.propose(self.settings)
         if earlier and self.config.sampling.seed is None:
             builder.reseed(earlier["seed"])
             self.settings["seed"] = earlier["seed"]
         if output.overwrite:
             shards.replace(self.settings)
-        elif anew:
+        elif not is_there and self.share.is_whole:
             journal.begin(self.settings)
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
@@ -185,24 +185,15 @@ class Job:
         return done
 
     def _requests(self, builder: PromptBuilder, done: Done | None) -> Callable[[Row], Request | None]:
-        """Row -> request, or None if the row is done; RowError if it can't be one."""
+        """Row -> request, or None if the row is done or another task's; RowError if it can't be one."""
         index_of = {source.name: index for index, source in enumerate(self.sources)}
 
         def build(row: Row) -> Request | None:
             source = index_of[row.source]
             self.seen[source] = range(self.seen[source].start if self.seen[source] else row.row, row.row + 1)
             digest = done.digest(source, row.row) if done else 0
-            if digest:
-                if row.digest == BROKEN_DIGEST != digest:
-                    raise Fatal(f"{row.problem}. Rows from here on were read before; restore the input to go on.")
-                if digest not in (UNKNOWN_DIGEST, row.digest):
-                    raise Fatal(
-                        f"{row.where}: this row has changed since it was completed. Use the same input, another "
-                        "output, or --overwrite to start anew."
-                    )
-                builder.skip(row)
-                return None
-            if not self.share.owns(source, row.row):
+            if digest or not self.share.owns(source, row.row):
+                _check_unchanged(row, digest)
                 builder.skip(row)
                 return None
             if not row.problem:
@@ -255,11 +246,10 @@ class Job:
                 counts = [source.count() for source in self.sources]
             except Exception:  # the reader will say what is wrong with the file
                 return
-            if all(one is not None for one in counts):
-                rows = spans(
-                    [one for one in counts if one is not None], self.config.input.skip, self.config.input.limit
-                )
-                self.stats.rows_total = sum(self.share.count(source, part) for source, part in enumerate(rows))
+            known = [one for one in counts if one is not None]
+            if len(known) == len(counts):
+                parts = spans(known, self.config.input.skip, self.config.input.limit)
+                self.stats.rows_total = sum(self.share.count(source, rows) for source, rows in enumerate(parts))
 
         threading.Thread(target=count, name="counter", daemon=True).start()
 
@@ -275,12 +265,13 @@ class Job:
             limits = asdict(measured) if measured else {}
         figures = report.summary(stats, finished, **limits)
         if self.left_to_others is not None:
-            figures["shard"], figures["rows_left_to_others"] = str(self.share), self.left_to_others
+            figures["shard"], figures["rows_left_to_others"] = self.share.suffix[1:], self.left_to_others
         if journal:
             journal.write_summary(figures)
         self.progress.end(figures, str(self.target.path or "standard output"))
         if self.left_to_others is not None:
-            rest = f"{self.left_to_others:,} rows are left to the others" if self.left_to_others else "it was the last"
+            left = self.left_to_others
+            rest = f"{left:,} rows are left to the others" if left else "all rows of the job are done"
             self.progress.note(f"This was {self.share}; {rest}.")
         if not finished:
             if journal:
@@ -295,6 +286,17 @@ class Job:
             self.writer.flush()
         self._report(finished=False)
         self.progress.abandon()
+
+
+def _check_unchanged(row: Row, digest: int) -> None:
+    """Fatal if a row is not what it was when it was completed; 0 if it was not."""
+    if digest and row.digest == BROKEN_DIGEST != digest:
+        raise Fatal(f"{row.problem}. Rows from here on were read before; restore the input to go on.")
+    if digest not in (0, UNKNOWN_DIGEST, row.digest):
+        raise Fatal(
+            f"{row.where}: this row has changed since it was completed. Use the same input, another output, or "
+            "--overwrite to start anew."
+        )
 
 
 def fatal(error: Fatal) -> int:

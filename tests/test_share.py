@@ -43,7 +43,7 @@ def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         (None, {}, (0, 1), ""),
         ("2/5", {}, (2, 5), "--shard"),
         ("2/5", STEP, (2, 5), "--shard"),
-        ("none", {**STEP, **array(1, 0, 2, 3)}, (0, 1), "--shard"),
+        ("none", {**STEP, **array(1, 0, 2, 3)}, (0, 1), ""),
         (None, array(1, 0, 2, 3), (1, 3), "SLURM_ARRAY_TASK_ID"),
         (None, array(9, 3, 15, 5), (2, 5), "SLURM_ARRAY_TASK_ID"),
         (None, array(4, 4, 4, 1), (0, 1), ""),
@@ -59,7 +59,8 @@ def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_share_is_what_is_asked_for_or_what_the_environment_tells(
     asked: str | None, environ: Mapping[str, str], share: tuple[int, int], whose: str
 ) -> None:
-    assert find_share(asked, environ) == (Share(*share), whose)
+    found = find_share(asked, environ)
+    assert (found, found.whose) == (Share(*share), whose)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +180,12 @@ def test_three_tasks_killed_and_resumed_as_five_complete_every_row_once(command:
     kill_after(tasks[3], num_shards() + random.randrange(4))
     assert {task.wait() for index, task in enumerate(tasks) if index != 3} <= {OK, SOME_FAILED}
     assert start(command, 3, 5).wait() in (OK, SOME_FAILED)
-    assert "it was the last" in said(3, 5)
+    assert "all rows of the job are done" in said(3, 5)
     assert records() == whole(command)
     found = sorted(Path("out").glob("part*"))
     for index in range(2):  # nothing is left, however it is divided
         assert start(command, index, 2).wait() in (OK, SOME_FAILED)
-        assert "it was the last" in said(index, 2)
+        assert "all rows of the job are done" in said(index, 2)
     assert Child(*command, "--shard", "none").wait() == SOME_FAILED
     assert sorted(Path("out").glob("part*")) == found
     assert records() == records("whole")
@@ -200,7 +201,7 @@ def test_what_one_task_began_several_go_on_with_and_back(command: list[object]) 
         task.wait()
     for index in range(3):
         assert start(command, index, 3).wait() == OK
-    assert "it was the last" in said(2, 3)
+    assert "all rows of the job are done" in said(2, 3)
     assert records() == whole(command)
 
 

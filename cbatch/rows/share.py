@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cbatch.errors import UsageError
@@ -16,6 +16,7 @@ class Share:
 
     index: int = 0
     total: int = 1
+    whose: str = field(default="", compare=False)  # who says so
 
     @property
     def is_whole(self) -> bool:
@@ -27,7 +28,7 @@ class Share:
         return "" if self.is_whole else f"-{self.index}-of-{self.total}"
 
     def __str__(self) -> str:
-        return f"shard {self.index} of {self.total}"
+        return "" if self.is_whole else f"shard {self.index} of {self.total} ({self.whose})"
 
     def owns(self, source: Any, row: Any) -> Any:
         """Whether a row, by the index of its source and its position in that, is one of these; also of arrays."""
@@ -43,30 +44,23 @@ class Share:
 
     def times(self, other: Share) -> Share:
         """The `other` share of this one."""
-        return Share(self.index * other.total + other.index, self.total * other.total)
+        whose = " and ".join(filter(None, (self.whose, other.whose)))
+        return Share(self.index * other.total + other.index, self.total * other.total, whose)
 
 
 WHOLE = Share()
 
 
-def find_share(asked: str | None, environ: Mapping[str, str]) -> tuple[Share, str]:
-    """The share of this process and who says so: `--shard`, else Slurm's array and step, or torchrun."""
+def find_share(asked: str | None, environ: Mapping[str, str]) -> Share:
+    """The share of this process: of `--shard`, else of Slurm's array and step, or of torchrun."""
     if asked == "none":
-        return WHOLE, "--shard"
+        return WHOLE
     if asked is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", asked)
         if not match or int(match[1]) >= int(match[2]):
             raise UsageError(f"--shard {asked}: say i/n, with i from 0 to n-1, or none")
-        return Share(int(match[1]), int(match[2])), "--shard"
-    array, task, whose = _of_array(environ), WHOLE, "RANK"
-    if "SLURM_STEP_NUM_TASKS" in environ:
-        task, whose = _share(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), "SLURM_PROCID"
-    elif "SLURM_NTASKS" in environ and "SLURM_JOB_ID" not in environ:  # in a job's script it says what srun would start
-        task, whose = _share(environ, "SLURM_PROCID", "SLURM_NTASKS"), "SLURM_PROCID"
-    elif "RANK" in environ and "WORLD_SIZE" in environ:
-        task = _share(environ, "RANK", "WORLD_SIZE")
-    found = {"SLURM_ARRAY_TASK_ID": array, whose: task}
-    return array.times(task), " and ".join(name for name, share in found.items() if not share.is_whole)
+        return Share(int(match[1]), int(match[2]), "--shard")
+    return _of_array(environ).times(_of_step(environ))
 
 
 def _of_array(environ: Mapping[str, str]) -> Share:
@@ -82,16 +76,25 @@ def _of_array(environ: Mapping[str, str]) -> Share:
             f"SLURM_ARRAY_TASK_ID={ident} of {count} ids from {first} to {last}, unevenly spaced: which shard that is can't "
             "be told; say --shard i/n, or none"
         )
-    return Share((ident - first) // step, count)
+    return Share((ident - first) // step, count, "SLURM_ARRAY_TASK_ID")
 
 
-def _share(environ: Mapping[str, str], index: str, total: str) -> Share:
-    share = Share(_number(environ, index), _number(environ, total))
-    if share.index >= share.total:
-        raise UsageError(
-            f"{index}={share.index} and {total}={share.total} contradict each other; say --shard i/n, or none"
-        )
-    return share
+def _of_step(environ: Mapping[str, str]) -> Share:
+    """In the script of a Slurm job, SLURM_NTASKS only says how many tasks srun would start."""
+    if "SLURM_STEP_NUM_TASKS" in environ:
+        return _of_rank(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    if "SLURM_NTASKS" in environ and "SLURM_JOB_ID" not in environ:
+        return _of_rank(environ, "SLURM_PROCID", "SLURM_NTASKS")
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _of_rank(environ, "RANK", "WORLD_SIZE")
+    return WHOLE
+
+
+def _of_rank(environ: Mapping[str, str], name: str, name_of_total: str) -> Share:
+    index, total = _number(environ, name), _number(environ, name_of_total)
+    if index >= total:
+        raise UsageError(f"{name}={index} and {name_of_total}={total} contradict each other; say --shard i/n, or none")
+    return WHOLE if total == 1 else Share(index, total, name)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

@@ -89,8 +89,9 @@ class RunStats:
         return self.rows_ok + self.rows_failed
 
     def row_seconds(self) -> float:
-        """How long a row has run on average, by Little's law: those that ran at a time over those that ended in it."""
-        return self.occupancy / self.steps * self.busy_seconds / self.rows_ok if self.rows_ok else 0.0
+        """How long a row runs, by Little's law: rows at a time over rows ended a second. A running one counts half."""
+        ended = self.rows_ok + self.running / 2
+        return self.occupancy / self.steps * self.busy_seconds / ended if self.steps and ended else 0.0
 
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
         """Count a step that is about to run."""
