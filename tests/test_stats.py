@@ -100,3 +100,14 @@ def test_two_threads_count_every_row() -> None:
     for thread in threads:
         thread.join()
     assert (stats.rows_ok, stats.prompt_tokens) == (10_000, 10_000)
+
+
+def test_how_long_rows_run_is_told_from_how_many_run_and_how_many_end() -> None:
+    stats = RunStats()
+    assert stats.row_seconds() == 0
+    for number in range(400):  # four at a time, ten steps of half a second each, so that one ends every 2.5 steps
+        stats.steps, stats.occupancy, stats.running = stats.steps + 1, stats.occupancy + 4, 4
+        stats.busy_seconds += 0.5
+        if number % 5 in (2, 4):
+            stats.finished(completion(number, text="x", finish_reason="stop"))
+    assert stats.row_seconds() == pytest.approx(5, rel=0.02)
