@@ -178,6 +178,9 @@ class DisplayConfig(Checked):
         "auto: a live view on a terminal, else plain lines. none: print nothing unless something is wrong.",
         choices=("auto", "rich", "plain", "json", "none"),
     )
+    progress_interval: float | None = option(
+        None, "Seconds between plain or JSON lines. (default: 10, after the first minute 60)", at_least=0.01
+    )
 
 
 @dataclass(frozen=True)

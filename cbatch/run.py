@@ -51,8 +51,9 @@ def run(config: RunConfig) -> int:
         raise UsageError("-o -: standard output is closed")
     secure_standard_streams()
     stats = RunStats()
-    deadline = Deadline(config.task, stats.row_seconds)
-    with deadline, Progress(stats, resolve_mode(config.display.progress)) as progress:
+    deadline, display = Deadline(config.task, stats.row_seconds), config.display
+    view = Progress(stats, resolve_mode(display.progress), display.progress_interval)
+    with deadline, view as progress:
         try:
             if config.output.output != "-":
                 return Job(config, stats, progress, deadline).run()

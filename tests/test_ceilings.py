@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and measurements so small that they take no time."""
     monkeypatch.setenv("CBATCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_BYTES", 8 * 1024)
-    monkeypatch.setattr(module, "_SIDE", {"cpu": 16})
+    for name, value in {"_BYTES": 256 * 1024, "_WEIGHT_BYTES": 1024, "_STEP": 4, "_WIDTHS": ((16, 8),)}.items():
+        monkeypatch.setattr(module, name, value)
     return tmp_path / "cache"
 
 
@@ -26,6 +26,7 @@ def test_ceilings_are_measured_once_for_each_precision(cache: Path, monkeypatch:
     first = ceilings(CPU, torch.float32)
     assert first is not None
     assert first.bytes_per_second > 0
+    assert first.block_bytes_per_second > 0
     assert first.flops > 0
     other = ceilings(CPU, torch.bfloat16)
     monkeypatch.setattr(module, "_measure", None)  # a call would fail
@@ -33,6 +34,13 @@ def test_ceilings_are_measured_once_for_each_precision(cache: Path, monkeypatch:
     assert ceilings(CPU, torch.bfloat16) == other
     assert len(json.loads((cache / "ceilings.json").read_text())) == 2
     assert [file.name for file in cache.iterdir()] == ["ceilings.json"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_is_measured_anew_replaces_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings(CPU, torch.float32)
+    monkeypatch.setattr(module, "_measure", lambda *_: Ceilings(1.0, 2.0, 3.0))
+    assert ceilings(CPU, torch.float32, anew=True) == Ceilings(1.0, 2.0, 3.0) == ceilings(CPU, torch.float32)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", "\x00"])

@@ -137,6 +137,15 @@ def test_plain_lines_come_at_a_bounded_rate(capsys: pytest.CaptureFixture[str]) 
     assert progress._LATER_SECONDS >= 30
 
 
+def test_lines_come_as_often_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    text, deadline = "", time.monotonic() + 10
+    with Progress(busy(), "json", interval=0.01):
+        while time.monotonic() < deadline and text.count("\n") < 2:
+            time.sleep(0.01)
+            text += capsys.readouterr().err
+    assert json.loads(text.splitlines()[1])["steps"] == 900
+
+
 def test_the_live_view_starts_and_ends_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

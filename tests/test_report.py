@@ -20,7 +20,9 @@ def stats_of_a_run() -> RunStats:
         else:
             reason = "length" if number < 4 else "stop"
             stats.finished(Completion(row, "text", (1,) * 50, reason, num_prompt_tokens=100))
-    stats.steps, stats.occupancy, stats.preemptions, stats.busy_seconds = 100, 450, 3, 80.0
+    stats.steps, stats.occupancy, stats.preemptions, stats.busy_seconds = 100, 450, 3, 70.0
+    stats.first_step_at, stats.last_completion_at = stats.started_at + 10, stats.started_at + 90
+    stats.kv_used_sum, stats.kv_used_most = 40.0, 0.9
     stats.prefill_tokens, stats.decode_tokens, stats.cached_tokens = 700, 392, 100
     stats.bytes, stats.flops = 8 * 10**11, 4 * 10**12
     for seconds in (0.1, 0.2, 3.0):
@@ -35,9 +37,12 @@ def test_the_figures_add_up() -> None:
     assert rows["total"] == rows["done_earlier"] + rows["ok"] + rows["failed"]
     assert sum(rows["errors"].values()) == rows["failed"] == 2
     assert (tokens["prompt"], tokens["completion"], tokens["prefix_cache_hits"]) == (800, 400, 100)
-    assert figures["completion_tokens_per_second"] == 400 / 80
-    assert figures["total_tokens_per_second"] == 1200 / 80
+    assert figures["completion_tokens_per_second"] == pytest.approx(400 / 80)
+    assert figures["total_tokens_per_second"] == pytest.approx(1200 / 80)
     assert figures["mean_batch_occupancy"] == 4.5
+    assert figures["kv_cache_use"] == {"mean": 0.4, "most": 0.9}
+    assert figures["seconds"]["generation"] == pytest.approx(80)
+    assert figures["seconds"]["model"] == 70
     assert figures["mbu"] == pytest.approx(8e11 / 80 / 2e10)
     assert figures["mfu"] == pytest.approx(4e12 / 80 / 1e12)
     assert figures["seconds"]["wall"] == pytest.approx(100, abs=5)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.scheduler import Scheduler
+from cbatch.engine.scheduler import Scheduler, StaticScheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Row
@@ -65,6 +65,35 @@ def test_a_step_costs_what_its_shapes_say() -> None:
     assert stats.flops == 16 * 10 + 3 * 100 + (34 + 4 + 5 * 7 + 15) * 3
     assert (stats.steps, stats.occupancy, stats.prefill_tokens, stats.decode_tokens) == (2, 4, 15, 1)
     assert (stats.running, stats.waiting, stats.max_num_seqs, stats.kv_used) == (2, 0, 4, 4 / 20)
+
+
+def test_padding_is_no_occupancy() -> None:
+    scheduler = StaticScheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4)
+    stats = RunStats()
+    for number in range(2):
+        scheduler.add(Sequence(make_request(number, [1, 2]), 9))
+    stats.scheduled(scheduler.schedule(), scheduler)
+    assert (stats.steps, stats.occupancy) == (1, 2)
+    for seq in scheduler.running:
+        seq.num_computed_tokens += 2
+        seq.token_ids.append(7)
+    scheduler.finish(scheduler.running[0])
+    stats.scheduled(padded := scheduler.schedule(), scheduler)
+    assert len(padded.chunks) == 2
+    assert (stats.steps, stats.occupancy) == (2, 3)
+
+
+def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
+    stats, scheduler = RunStats(), Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4)
+    assert stats.generation_seconds == 0
+    stats.scheduled(scheduler.schedule(), scheduler)
+    assert stats.first_step_at is None  # nothing to compute yet
+    scheduler.add(Sequence(make_request(0, [1, 2]), 9))
+    stats.scheduled(scheduler.schedule(), scheduler)
+    stats.finished(completion(0, text="a", finish_reason="stop"))
+    stats.finished(completion(1, text="b", finish_reason="stop"))
+    assert stats.started_at < stats.first_step_at < stats.first_completion_at < stats.last_completion_at
+    assert stats.generation_seconds == stats.last_completion_at - stats.first_step_at
 
 
 def test_the_first_token_and_the_following_ones_are_timed_apart() -> None:

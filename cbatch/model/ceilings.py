@@ -1,9 +1,13 @@
-"""How fast this machine moves bytes and multiplies: measured once, then kept in the user's cache."""
+"""How fast this machine moves bytes and multiplies: measured once, then kept in the user's cache.
+
+python -m cbatch.model.ceilings DEVICE DTYPE THREADS     measures again, and prints what it found as JSON
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,26 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from cbatch.model.fetch import cache_folder
 
 _BYTES = 512 * 1024**2  # read; larger than any cache
-_SIDE = {"cpu": 2048, "cuda": 8192}  # of the square matrices
+_BLOCK = 16 * 1024  # bytes that lie together in a KV cache
+_SIDE = 8192  # of the square matrices on a GPU
+_STEP = 256  # tokens in a step on a CPU
+_WIDTHS = ((1536, 576), (2048, 2048), (4096, 4096))  # of weights: to, from
+_WEIGHT_BYTES = 64 * 1024**2  # more than caches hold
 
 
 @dataclass(frozen=True)
 class Ceilings:
     bytes_per_second: float  # sequential read
+    block_bytes_per_second: float  # blocks of 16 KiB, in random order
     flops: float  # matrix multiplication, in operations a second
 
 
-def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
-    """The ceilings of this device at `dtype`; measuring takes about a second. None if there is no memory for that."""
+def ceilings(device: torch.device, dtype: torch.dtype, anew: bool = False) -> Ceilings | None:
+    """The ceilings of this device at `dtype`; measuring takes about two seconds. None if there is no memory for that."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     key = f"{name}|{device.type}|{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
     known = _read()
     try:
-        return Ceilings(**known[key])
+        if not anew:
+            return Ceilings(**known[key])
     except (KeyError, TypeError):  # not measured yet, or not by this version
         pass
     try:
@@ -43,11 +54,40 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings | None:
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    data = torch.ones(_BYTES // 8, dtype=torch.int64, device=device)
-    reading = _fastest(lambda: data.sum(), device)
-    side = _SIDE[device.type]
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return Ceilings(_BYTES / reading, 2 * side**3 / _fastest(lambda: a @ b, device))
+    on_gpu = device.type == "cuda"
+    flops = _square(device, dtype) if on_gpu else max(_linear(n, k, dtype) for n, k in _WIDTHS)
+    return Ceilings(*_reading(device), flops)
+
+
+def _reading(device: torch.device) -> tuple[float, float]:
+    """Bytes a second: in order, and by blocks in random order."""
+    blocks = torch.ones(_BYTES // _BLOCK, _BLOCK // 4, device=device)
+    order = torch.randperm(len(blocks), device=device)
+    in_order = _BYTES / _fastest(lambda: blocks.sum(), device)
+    if device.type == "cuda":  # writes as much as it reads
+        return in_order, 2 * _BYTES / _fastest(lambda: blocks.index_select(0, order), device)
+    bags = torch.arange(0, len(blocks), 128)  # each is summed into one block, so that almost nothing is written
+    return in_order, _BYTES / _fastest(lambda: functional.embedding_bag(order, blocks, bags, mode="sum"), device)
+
+
+def _square(device: torch.device, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(_SIDE, _SIDE, device=device).to(dtype) for _ in range(2))
+    return 2 * _SIDE**3 / _fastest(lambda: a @ b, device)
+
+
+@torch.inference_mode()
+def _linear(n: int, k: int, dtype: torch.dtype) -> float:
+    """Operations a second of linear layers [n, k] on a step's tokens, their weights packed where oneDNN can do that."""
+    x = torch.randn(_STEP, k).to(dtype)
+    weights = [torch.randn(n, k).to(dtype) for _ in range(-(-_WEIGHT_BYTES // (n * k * dtype.itemsize)))]
+    work = 2 * _STEP * n * k * len(weights)
+    rate = work / _fastest(lambda: [functional.linear(x, w) for w in weights], x.device)
+    with suppress(AttributeError, RuntimeError):  # not built in, or not for this type on this CPU
+        mkldnn = torch.ops.mkldnn
+        packed = [mkldnn._reorder_linear_weight(w, _STEP) for w in weights]
+        seconds = _fastest(lambda: [mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in packed], x.device)
+        rate = max(rate, work / seconds)
+    return rate
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:
@@ -89,3 +129,9 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[3]))
+    found = ceilings(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), anew=True)
+    print(json.dumps(asdict(found) if found else {}))

@@ -20,10 +20,13 @@ _LINE_SECONDS, _LATER_SECONDS = 10.0, 60.0  # between lines: in the first minute
 
 
 class Progress:
-    """Reads `stats` from a thread of its own while it is open. `mode`: rich, plain, json or none."""
+    """Reads `stats` from a thread of its own while it is open.
 
-    def __init__(self, stats: RunStats, mode: str) -> None:
-        self.stats, self.mode = stats, mode
+    `mode`: rich, plain, json or none. `interval`: seconds between lines; by default fewer lines after a minute.
+    """
+
+    def __init__(self, stats: RunStats, mode: str, interval: float | None = None) -> None:
+        self.stats, self.mode, self.interval = stats, mode, interval
         self.doing = ""  # what the run is busy with before the first step
         self._rates = Rates(stats)
         self._stop = threading.Event()
@@ -78,7 +81,7 @@ class Progress:
             say("cbatch: " + text.splitlines()[0])
 
     def _lines(self) -> None:
-        while not self._stop.wait(_LINE_SECONDS if self.stats.seconds < 60 else _LATER_SECONDS):
+        while not self._stop.wait(self.interval or (_LINE_SECONDS if self.stats.seconds < 60 else _LATER_SECONDS)):
             self._rates.update()
             say(self.line() if self.mode == "plain" else json.dumps(self.values()))
 
@@ -98,6 +101,9 @@ class Progress:
             "kv_cache_use": s.kv_used,
             "prefix_cache_hit_tokens": s.cached_tokens,
             "preemptions": s.preemptions,
+            "generated_tokens": s.generated_tokens,
+            "steps": s.steps,
+            "occupancy": s.occupancy,
             "seconds": s.seconds,
         }
 

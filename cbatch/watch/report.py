@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from cbatch.watch.stats import Histogram, RunStats
 
 
-def summary(
-    stats: RunStats, finished: bool, bytes_per_second: float | None = None, flops: float | None = None
-) -> dict[str, Any]:
-    """Plain data; seconds, tokens and shares. The ceilings are those of `model/ceilings.py`, None if not measured."""
-    seconds, busy = stats.seconds, stats.busy_seconds
+def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any]:
+    """Plain data; seconds, tokens and shares. Rates are over generation.
+
+    `ceilings`: those of `model/ceilings.py`, if they could be measured.
+    """
+    seconds, busy, generation = stats.seconds, stats.busy_seconds, stats.generation_seconds
     first = stats.first_completion_at
     return {
         "finished": finished,
@@ -33,18 +35,21 @@ def summary(
         },
         "seconds": {
             "wall": seconds,
+            "generation": generation,
             "model": busy,
             "to_first_completion": first and first - stats.started_at,
         },
-        "completion_tokens_per_second": _ratio(stats.completion_tokens, busy),
-        "total_tokens_per_second": _ratio(stats.completion_tokens + stats.prompt_tokens, busy),
+        "completion_tokens_per_second": _ratio(stats.completion_tokens, generation),
+        "total_tokens_per_second": _ratio(stats.completion_tokens + stats.prompt_tokens, generation),
         "time_to_first_token": _percentiles(stats.ttft),
         "inter_token_latency": _percentiles(stats.inter_token),
         "steps": stats.steps,
         "mean_batch_occupancy": _ratio(stats.occupancy, stats.steps),
+        "kv_cache_use": {"mean": _ratio(stats.kv_used_sum, stats.steps), "most": stats.kv_used_most},
         "preemptions": stats.preemptions,
-        "mbu": _ratio(stats.bytes, busy * (bytes_per_second or 0)),
-        "mfu": _ratio(stats.flops, busy * (flops or 0)),
+        "mbu": _ratio(stats.bytes, generation * ceilings.get("bytes_per_second", 0)),
+        "mfu": _ratio(stats.flops, generation * ceilings.get("flops", 0)),
+        "cost": asdict(stats.cost),
     }
 
 

@@ -53,7 +53,9 @@ class RunStats:
 
     cost: ModelCost = field(default_factory=ModelCost)
     started_at: float = field(default_factory=time.perf_counter)
+    first_step_at: float | None = None
     first_completion_at: float | None = None
+    last_completion_at: float | None = None
     rows_total: int | None = None
     rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
     rows_earlier_failed: int = 0
@@ -64,17 +66,20 @@ class RunStats:
     completion_tokens: int = 0
     prefill_tokens: int = 0  # computed, recomputed ones included
     decode_tokens: int = 0
+    generated_tokens: int = 0  # sampled, those of rows that still run included
     cached_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0  # inside steps
-    occupancy: int = 0  # sum over steps of the sequences in the batch
+    occupancy: int = 0  # sum over steps of the sequences in the batch; padding is none
     preemptions: int = 0
     flops: int = 0
     bytes: int = 0
     running: int = 0
     waiting: int = 0
     max_num_seqs: int = 0
-    kv_used: float = 0.0
+    kv_used: float = 0.0  # share of the blocks
+    kv_used_sum: float = 0.0  # over steps
+    kv_used_most: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
     errors: Counter[str] = field(default_factory=Counter)
@@ -83,6 +88,13 @@ class RunStats:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started_at
+
+    @property
+    def generation_seconds(self) -> float:
+        """From the start of the first step to the last completion."""
+        if self.first_step_at is None or self.last_completion_at is None:
+            return 0.0
+        return max(0.0, self.last_completion_at - self.first_step_at)
 
     @property
     def rows_done(self) -> int:
@@ -101,11 +113,15 @@ class RunStats:
         self.preemptions += len(schedule.preempted)
         if not schedule.chunks:
             return
+        if self.first_step_at is None:
+            self.first_step_at = time.perf_counter()
         self.steps += 1
-        self.occupancy += len(schedule.chunks)
+        self.kv_used_sum += self.kv_used
+        self.kv_used_most = max(self.kv_used_most, self.kv_used)
         tokens = pairs = cached = sampled = decodes = 0
         for chunk in schedule.chunks:
             n, first = chunk.num_tokens, chunk.seq.num_computed_tokens
+            self.occupancy += chunk.reaches_end or n < chunk.seq.num_pending_tokens  # what reaches nothing is padding
             tokens += n
             sampled += chunk.reaches_end
             decodes += n == 1
@@ -119,6 +135,7 @@ class RunStats:
 
     def sampled(self, seq: Sequence, now: float) -> None:
         """Count a token that a sequence got at the time `now`."""
+        self.generated_tokens += 1
         if seq.last_token_at is None:
             self.ttft.add(now - seq.added_at)
             self.cached_tokens += seq.num_cached_tokens or 0
@@ -133,8 +150,8 @@ class RunStats:
                 self.rows_failed += 1
                 self.errors[completion.error.kind] += 1
                 return
-            if self.first_completion_at is None:
-                self.first_completion_at = time.perf_counter()
+            self.last_completion_at = time.perf_counter()
+            self.first_completion_at = self.first_completion_at or self.last_completion_at
             self.rows_ok += 1
             self.rows_length += completion.finish_reason == "length"
             self.prompt_tokens += completion.num_prompt_tokens
