@@ -13,7 +13,17 @@ from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hint
 import typer
 
 from cbatch import __version__
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig, TaskConfig
+from cbatch.config import (
+    BenchConfig,
+    DisplayConfig,
+    EngineConfig,
+    InputConfig,
+    OutputConfig,
+    PromptConfig,
+    RunConfig,
+    TaskConfig,
+    flag_names,
+)
 from cbatch.errors import Fatal, UsageError
 from cbatch.rows.request import SamplingParams
 
@@ -25,6 +35,7 @@ _PANELS: dict[str, tuple[str, type]] = {
     "output": ("Output", OutputConfig),
     "task": ("Task", TaskConfig),
     "display": ("Display", DisplayConfig),
+    "bench": ("Benchmark", BenchConfig),
 }
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 _INPUTS_HELP = "Files, folders, patterns, hf://NAME?split=S, or - for standard input."
@@ -82,25 +93,38 @@ def _check(**values: Any) -> None:
     raise typer.Exit(check(_config(values)))
 
 
+def _bench(**values: Any) -> None:
+    """Measure how fast cbatch is on this machine, beside other schedules and other engines.
+
+    Every contender must generate exactly the tokens asked for, or it is marked as invalid.
+    """
+    from cbatch.bench.bench import bench
+
+    raise typer.Exit(bench(_part("bench", values), _part("engine", values)))
+
+
 def _config(values: dict[str, Any]) -> RunConfig:
-    parts = {}
-    for part, (_, kind) in _PANELS.items():
-        given = {one.name: values[one.name] for one in fields(kind) if one.name in values}
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-        try:
-            parts[part] = kind(**given)
-        except ValueError as error:
-            name, _, problem = str(error).partition(" ")
-            raise UsageError(f"--{name.replace('_', '-')} {problem}") from None
-    return RunConfig(**parts)
+    return RunConfig(**{one.name: _part(one.name, values) for one in fields(RunConfig)})
+
+
+def _part(panel: str, values: dict[str, Any]) -> Any:
+    """The settings of one panel."""
+    _, kind = _PANELS[panel]
+    given = {one.name: values[one.name] for one in fields(kind) if one.name in values}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    try:
+        return kind(**given)
+    except ValueError as error:
+        name, _, problem = str(error).partition(" ")
+        raise UsageError(f"--{name.replace('_', '-')} {problem}") from None
 
 
 def _command(function: Callable[..., None], name: str, panels: list[str]) -> None:
     """Register a command whose options are the fields of these panels' dataclasses."""
-    parameters = [
-        _parameter("inputs", Annotated[list[str], typer.Argument(help=_INPUTS_HELP, metavar="INPUT...")]),
-        _parameter("config", Annotated[Optional[Path], _config_option()], None),  # noqa: UP045 typer reads it
-    ]
+    parameters = [_parameter("config", Annotated[Optional[Path], _config_option()], None)]  # noqa: UP045 typer reads it
+    if "input" in panels:
+        inputs = Annotated[list[str], typer.Argument(help=_INPUTS_HELP, metavar="INPUT...")]
+        parameters.insert(0, _parameter("inputs", inputs))
     for panel in panels:
         title, kind = _PANELS[panel]
         hints = get_type_hints(kind)
@@ -114,10 +138,9 @@ def _option(one: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
     kind, default = hint, one.default
     if get_origin(hint) is tuple:
         kind, default = list[get_args(hint)[0]], []  # type: ignore[misc]
-    flags = one.metadata.get("flags") or "--" + one.name.replace("_", "-")
-    if kind is bool and "/" not in flags:
-        flags = f"{flags}/--no-{flags[2:]}" if one.default else flags
-    names = flags.split("/") if kind is not bool and type(None) not in get_args(kind) else [flags]
+    names = flag_names(one)
+    if bool in (kind, *get_args(kind)):
+        names = ["/".join(names)]  # one to turn it on, one to turn it off
     choices = ", ".join(one.metadata.get("choices") or ())
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     option = typer.Option(
@@ -163,5 +186,6 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     context.default_map = settings
 
 
-_command(_run, "run", list(_PANELS))
+_command(_run, "run", [one.name for one in fields(RunConfig)])
 _command(_check, "check", ["input", "prompt", "sampling", "engine", "output"])
+_command(_bench, "bench", ["bench", "engine"])

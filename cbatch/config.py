@@ -7,11 +7,14 @@ Each field carries its own help text, so that a setting is written down once: th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from cbatch.errors import UsageError
 from cbatch.rows.request import SamplingParams
+
+SCHEDULES = ("static", "dynamic")  # baselines
+PEERS = ("transformers", "vllm", "openvino")
 
 
 def option(
@@ -105,7 +108,7 @@ class EngineConfig(Checked):
     scheduling: str = option(
         "continuous",
         "continuous: the batch is decided anew at every step. static, dynamic: baselines to compare it with.",
-        choices=("continuous", "static", "dynamic"),
+        choices=("continuous", *SCHEDULES),
     )
     order: str = option(
         "auto",
@@ -194,3 +197,50 @@ class RunConfig:
     output: OutputConfig
     display: DisplayConfig
     task: TaskConfig = TaskConfig()
+
+
+@dataclass(frozen=True)
+class BenchConfig(Checked):
+    workload: str = option(
+        "ragged",
+        "ragged, fixed or prefix, made of Python's own library; or a file with rows of token_ids and params.max_tokens.",
+    )
+    rows: int | None = option(None, "Rows of the workload. (default: 256, or all of a file)", at_least=1)
+    compare: str = option(
+        ",".join(SCHEDULES), f"What to compare cbatch with, separated by commas: {', '.join((*SCHEDULES, *PEERS))}."
+    )
+    repeat: int = option(3, "Runs of each, taken in turn; medians are shown.", at_least=1)
+    python: tuple[str, ...] = option((), "An interpreter that has a peer: vllm=FOLDER/bin/python (repeatable).")
+    openvino_model: str | None = option(
+        None, "Folder of the model as OpenVINO reads it. (default: converted once, and kept in cbatch's cache)"
+    )
+    json: str | None = option(None, "Write every run, the medians and the timelines to this file.")
+    plot: str | None = option(None, "Draw what the schedules have in their batches over time: FILE.html or FILE.png.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := [name for name in self.compared if name not in (*SCHEDULES, *PEERS)]:
+            raise UsageError(f"--compare: {unknown[0]!r} is none of {', '.join((*SCHEDULES, *PEERS))}")
+
+    @property
+    def compared(self) -> list[str]:
+        return list(dict.fromkeys(name.strip() for name in self.compare.split(",") if name.strip()))
+
+
+def flag_names(one: Field[Any]) -> list[str]:
+    """The flag of a field; of one that is true by default, also the one that turns it off."""
+    flags = str(one.metadata.get("flags") or "--" + one.name.replace("_", "-"))
+    if one.default is True and "/" not in flags:
+        flags = f"{flags}/--no-{flags[2:]}"
+    return flags.split("/")
+
+
+def as_flags(config: Any) -> list[str]:
+    """The command line that makes the defaults this `config`."""
+    words = []
+    for one in fields(config):
+        value, names = getattr(config, one.name), flag_names(one)
+        if value == one.default:
+            continue
+        words.append(names[not value] if isinstance(value, bool) else f"{names[0]}={value}")
+    return words

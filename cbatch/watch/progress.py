@@ -104,6 +104,7 @@ class Progress:
             "generated_tokens": s.generated_tokens,
             "steps": s.steps,
             "occupancy": s.occupancy,
+            "to_first_step": s.to_first_step,
             "seconds": s.seconds,
         }
 

@@ -35,6 +35,7 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
         },
         "seconds": {
             "wall": seconds,
+            "to_first_step": stats.to_first_step,
             "generation": generation,
             "model": busy,
             "to_first_completion": first and first - stats.started_at,
@@ -49,6 +50,7 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
         "preemptions": stats.preemptions,
         "mbu": _ratio(stats.bytes, generation * ceilings.get("bytes_per_second", 0)),
         "mfu": _ratio(stats.flops, generation * ceilings.get("flops", 0)),
+        "work": {"bytes": stats.bytes, "flops": stats.flops},
         "cost": asdict(stats.cost),
     }
 

@@ -90,6 +90,10 @@ class RunStats:
         return time.perf_counter() - self.started_at
 
     @property
+    def to_first_step(self) -> float | None:
+        return None if self.first_step_at is None else self.first_step_at - self.started_at
+
+    @property
     def generation_seconds(self) -> float:
         """From the start of the first step to the last completion."""
         if self.first_step_at is None or self.last_completion_at is None:

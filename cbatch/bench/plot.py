@@ -1,0 +1,113 @@
+"""The picture that explains continuous batching: what each schedule has in its batch, over time."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cbatch.bench.timeline import Piece
+from cbatch.errors import UsageError
+
+Curves = Mapping[str, Sequence[Piece]]  # schedule -> how its run went
+
+_PANELS = {"occupancy": "sequences in the batch", "tokens_per_second": "output tokens/s"}
+_COLOURS = ("#0b6e4f", "#c8553d", "#3d5a98")
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760, 250, 70, 20, 30, 40
+_CAPTION = (
+    "A static batch keeps its places until its longest row ends, so that it empties and the processor idles. "
+    "Continuous batching fills a place at the step after it becomes free."
+)
+
+
+def check(path: str) -> None:
+    """UsageError if a picture can't be drawn into this file."""
+    if not path.endswith((".html", ".png")):
+        raise UsageError(f"--plot {path}: must end in .html or .png")
+    if path.endswith(".png") and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(f"--plot {path}: needs matplotlib (pip install 'cbatch[plot]'); a .html needs nothing")
+
+
+def draw(path: str, curves: Curves, title: str) -> None:
+    if path.endswith(".png"):
+        _draw_png(path, curves, title)
+    else:
+        Path(path).write_text(page(curves, title), encoding="utf-8")
+
+
+def page(curves: Curves, title: str) -> str:
+    """An HTML page with one SVG for each panel; it loads nothing."""
+    title = html.escape(title)
+    panels = "\n".join(_svg(curves, panel, label) for panel, label in _PANELS.items())
+    style = "body{font:14px sans-serif;max-width:780px;margin:2em auto}svg{width:100%}text{font-size:12px}"
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>\n'
+        f"<h1>{title}</h1>\n<p>{_CAPTION}</p>\n{panels}\n</html>\n"
+    )
+
+
+def _svg(curves: Curves, panel: str, label: str) -> str:
+    longest = max((pieces[-1].end for pieces in curves.values() if pieces), default=1.0)
+    highest = max((getattr(piece, panel) for pieces in curves.values() for piece in pieces), default=1.0) or 1.0
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x(seconds: float) -> float:
+        return round(_LEFT + seconds / longest * (right - _LEFT), 1)
+
+    def y(value: float) -> float:
+        return round(bottom - value / highest * (bottom - _TOP), 1)
+
+    parts = [f'<text x="{_LEFT}" y="{_TOP - 12}">{label}</text>']
+    parts += [
+        f'<line x1="{_LEFT}" x2="{right}" y1="{y(tick)}" y2="{y(tick)}" stroke="#ddd"/>'
+        f'<text x="{_LEFT - 8}" y="{y(tick) + 4}" text-anchor="end">{tick:,g}</text>'
+        for tick in ticks(highest)
+    ]
+    parts += [
+        f'<text x="{x(tick)}" y="{bottom + 18}" text-anchor="middle">{tick:g} s</text>' for tick in ticks(longest)
+    ]
+    for number, ((name, pieces), colour) in enumerate(zip(curves.items(), _COLOURS, strict=False)):
+        points = " ".join(f"{x(seconds)},{y(value)}" for seconds, value in corners(pieces, panel))
+        parts.append(f'<polyline class="{name}" points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<text x="{right - 100 * number}" y="{_TOP - 12}" text-anchor="end" fill="{colour}">{name}</text>'
+        )
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}">' + "\n".join(parts) + "</svg>"
+
+
+def corners(pieces: Sequence[Piece], panel: str) -> Iterator[tuple[float, float]]:
+    """A staircase of (seconds, value)."""
+    for piece in pieces:
+        value = getattr(piece, panel)
+        yield piece.start, value
+        yield piece.end, value
+
+
+def ticks(highest: float) -> list[float]:
+    """Round numbers from 0 to `highest`, four to nine of them."""
+    size = 10.0 ** len(str(int(highest)))
+    while highest / size < 4:
+        size /= 2 if highest / size * 2 >= 4 else 10 if highest / size * 10 < 4 else 5
+    return [step * size for step in range(int(highest / size) + 1)]
+
+
+def _draw_png(path: str, curves: Curves, title: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(len(_PANELS), sharex=True, figsize=(8, 6), layout="constrained")
+    for axis, (panel, label) in zip(axes, _PANELS.items(), strict=True):
+        for (name, pieces), colour in zip(curves.items(), _COLOURS, strict=False):
+            points = list(corners(pieces, panel))
+            axis.plot([seconds for seconds, _ in points], [value for _, value in points], color=colour, label=name)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    axes[-1].set_xlabel("seconds since the first step")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
