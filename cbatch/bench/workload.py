@@ -18,7 +18,7 @@ from cbatch.errors import UsageError
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import read
 
-_TEXTS = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "pathlib", "pdb", "tarfile", "typing")
+_TEXTS = ("argparse", "inspect", "tarfile", "typing")
 _SEED = 0
 
 
