@@ -45,6 +45,6 @@ def test_the_two_commands_are_recipes() -> None:
 
 
 def test_every_option_named_exists(cbatch) -> None:  # type: ignore[no-untyped-def]
-    text = cbatch("run", "--help", COLUMNS="200", TERM="dumb").stdout
+    text = "".join(cbatch(command, "--help", COLUMNS="200", TERM="dumb").stdout for command in ("run", "bench"))
     for option in set(re.findall(r"--[a-z][a-z-]+", README)) - {"--help", "--dry-run"}:
         assert option in text, option

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,8 +37,11 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
     """Measure, print a table, and write the files that were asked for; SOME_INVALID if a contender failed."""
     from cbatch.model.loader import locate, parallelism, resolve_device, resolve_dtype
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contender that runs is ended, too
     if config.plot:
         plot.check(config.plot)
+    for file in filter(None, (config.json, config.plot)):
+        _make_room(Path(file))
     if engine.scheduling != "continuous":
         raise UsageError("--scheduling: name the schedules to compare with in --compare")
     pythons = interpreters(config.python)
@@ -91,6 +95,15 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
     if config.plot:
         plot.draw(config.plot, curves, f"{files.path.name}, workload {Path(workload.name).name}")
     return OK if all(one["valid"] for one in measured.values()) else SOME_INVALID
+
+
+def _make_room(path: Path) -> None:
+    """UsageError if this file can't be written, before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise UsageError(f"{path}: can't be written: {error.strerror}") from None
 
 
 def _rounds(

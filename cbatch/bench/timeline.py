@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from cbatch.bench.contender import Outcome
 
@@ -20,11 +21,7 @@ class Piece:
 
 
 def timeline(outcome: Outcome) -> list[Piece]:
-    """The pieces of a run of cbatch, from the counters that it told as they grew."""
-    return list(_pieces(outcome))
-
-
-def _pieces(outcome: Outcome) -> Iterator[Piece]:
+    """The pieces of a run of cbatch, from the counters that it told as they grew. In each at least one step began."""
     figures = outcome.figures
     marks = [_mark(one, one["seconds"] - one["to_first_step"]) for one in outcome.marks]
     last = {
@@ -32,15 +29,30 @@ def _pieces(outcome: Outcome) -> Iterator[Piece]:
         "occupancy": figures["mean_batch_occupancy"] * figures["steps"],
         "generated_tokens": figures["tokens"]["completion"],
     }
-    end = _mark(last, outcome.generation)
-    kept = [mark for mark in marks if mark[0] < outcome.generation]
-    kept = kept[:: len(kept) // _PIECES + 1]
-    for (start, steps, occupancy, tokens), after in pairwise([(0.0, 0, 0, 0), *kept, end]):
-        seconds, count = after[0] - start, after[1] - steps
-        if seconds > 0:
-            at_once = (after[2] - occupancy) / count if count else 0.0
-            yield Piece(start, after[0], at_once, (after[3] - tokens) / seconds)
+    kept = [_Mark(0.0, 0, 0, 0)]
+    for mark in marks:
+        if mark.steps > kept[-1].steps and mark.seconds - kept[-1].seconds >= outcome.generation / _PIECES:
+            kept.append(mark)
+    while kept[-1].steps >= last["steps"]:
+        kept.pop()
+    return [_piece(before, after) for before, after in pairwise([*kept, _mark(last, outcome.generation)])]
 
 
-def _mark(counters: dict[str, float], seconds: float) -> tuple[float, float, float, float]:
-    return seconds, counters["steps"], counters["occupancy"], counters["generated_tokens"]
+class _Mark(NamedTuple):
+    """Counters of a run, `seconds` after its first step began."""
+
+    seconds: float
+    steps: float
+    occupancy: float
+    tokens: float
+
+
+def _mark(counters: Mapping[str, float], seconds: float) -> _Mark:
+    return _Mark(seconds, counters["steps"], counters["occupancy"], counters["generated_tokens"])
+
+
+def _piece(before: _Mark, after: _Mark) -> Piece:
+    at_once = (after.occupancy - before.occupancy) / (after.steps - before.steps)
+    return Piece(
+        before.seconds, after.seconds, at_once, (after.tokens - before.tokens) / (after.seconds - before.seconds)
+    )
