@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "cbatch.rows",
         "cbatch.model.loader",
         "cbatch.model.fetch",
+        "cbatch.model.ceilings",
         "cbatch.watch.progress",
     },
     "cbatch.rows": {"cbatch.rows"},

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _GENERATED = ("ragged", "fixed", "prefix")
 
 def bench(config: BenchConfig, engine: EngineConfig) -> int:
     """Measure, print a table, and write the files that were asked for; SOME_INVALID if a contender failed."""
+    from cbatch.model.ceilings import device_name
     from cbatch.model.loader import locate, parallelism, resolve_device, resolve_dtype
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contender that runs is ended, too
@@ -84,7 +86,8 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
         found = {
             "cbatch": __version__,
             "workload": workload.about(),
-            "machine": {"platform": platform.platform(), "python": platform.python_version()} | settings,
+            "machine": {"name": device_name(device), "platform": platform.platform()} | settings,
+            "versions": {name: version(name) for name in ("torch", "transformers")},
             "engine": asdict(engine),
             "ceilings": ceilings,
             "contenders": measured,
@@ -126,10 +129,9 @@ def _rounds(
 
 
 def _ceilings(machine: list[str]) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "cbatch.model.ceilings", *machine], capture_output=True, text=True, check=True
-    )
-    found: dict[str, float] = json.loads(done.stdout)
+    """The ceilings of this machine, measured now; none if it has no memory for that."""
+    done = subprocess.run([sys.executable, "-m", "cbatch.model.ceilings", *machine], capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout) if done.returncode == 0 else {}
     return found
 
 

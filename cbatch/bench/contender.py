@@ -51,16 +51,12 @@ def schedule(name: str, engine: EngineConfig, scheduling: str, workload: Path) -
 def run(contender: Contender, workload: Workload) -> Outcome:
     ended = process.run(contender.command, contender.environ)
     notes = [note for line in ended.errors if isinstance(note := _parsed(line), dict)]
-    figures = (
-        next((note for note in reversed(notes) if "generation" in (note.get("seconds") or ())), {}) if notes else {}
-    )
-    if ended.code or not figures:
-        last = [line for line in ended.errors if line.strip()][-1:]
-        text = last[0].decode(errors="replace").strip() if last else "it said nothing"
-        return Outcome(f"exit code {ended.code}: {text:.300}")
-    completions = [_parsed(line) for _, line in ended.lines]
-    if problem := check(completions, workload):
-        return Outcome(problem)
+    figures = notes[-1] if notes and isinstance(notes[-1].get("seconds"), dict) else {}
+    problem = check([_parsed(line) for _, line in ended.lines], workload) if figures else "it gave no figures"
+    if problem or ended.code:
+        last = next((line for line in reversed(ended.errors) if line.strip() and _parsed(line) is None), b"")
+        said = [f"exit code {ended.code}"] * bool(ended.code) + [problem, last.decode(errors="replace").strip()]
+        return Outcome("; ".join(f"{part:.300}" for part in said if part))
     return Outcome(
         wall=ended.lines[-1][0],
         first=ended.lines[0][0],
@@ -80,6 +76,8 @@ def check(completions: list[Any], workload: Workload) -> str:
         given[one["row"]] += 1
         if not 0 <= one["row"] < len(workload.items):
             return f"there is no row {one['row']}"
+        if one.get("error"):
+            return f"row {one['row']} failed: {one['error']}"
         asked = workload.items[one["row"]].max_tokens
         if one.get("completion_tokens") != asked:
             return f"row {one['row']} has {one.get('completion_tokens')} tokens instead of {asked}"

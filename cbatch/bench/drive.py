@@ -108,7 +108,9 @@ def main(name: str, workload: str, settings: str) -> None:
         batch = rows[start : start + size]
         for row, count in zip(batch, generate(batch), strict=True):
             records.write(json.dumps({"row": row["row"], "completion_tokens": count}) + "\n")
-    print(json.dumps({"seconds": {"generation": time.perf_counter() - started_at}}), file=sys.stderr, flush=True)
+    figures = {"seconds": {"generation": time.perf_counter() - started_at}}
+    version = sys.modules[{"openvino": "openvino_genai"}.get(name, name)].__version__
+    print(json.dumps(figures | {"version": version}), file=sys.stderr, flush=True)
     records.close()
 
 

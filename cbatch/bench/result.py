@@ -35,7 +35,7 @@ _ROWS: dict[str, tuple[str, Callable[[float], str]]] = {  # measure -> how the t
     "mbu": ("MBU", _percent),
     "mfu": ("MFU", _percent),
     "roofline_share": ("share of the roofline", _percent),
-    "speedup_of_cbatch": ("cbatch is faster by", "{:.2f} x".format),
+    "speedup_of_cbatch": ("speed of cbatch / this", "{:.2f}".format),
 }
 
 
@@ -83,6 +83,7 @@ def summarize(
         result[name] = {
             "valid": not problem,
             "problem": problem,
+            "version": several[-1].figures.get("version"),
             "median": {} if problem else medians(runs),
             "runs": runs,
         }

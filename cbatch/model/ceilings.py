@@ -37,8 +37,7 @@ class Ceilings:
 
 def ceilings(device: torch.device, dtype: torch.dtype, anew: bool = False) -> Ceilings | None:
     """The ceilings of this device at `dtype`; measuring takes about two seconds. None if there is no memory for that."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    key = f"{name}|{device.type}|{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
+    key = f"{device_name(device)}|{device.type}|{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
     known = _read()
     try:
         if not anew:
@@ -51,6 +50,11 @@ def ceilings(device: torch.device, dtype: torch.dtype, anew: bool = False) -> Ce
         return None
     _write({**known, key: asdict(measured)})
     return measured
+
+
+def device_name(device: torch.device | str) -> str:
+    """What the manufacturer calls it."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name()
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
