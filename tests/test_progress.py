@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cbatch.watch import progress
+from cbatch.watch import progress, report
 from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
 
@@ -144,6 +144,14 @@ def test_lines_come_as_often_as_asked_for(capsys: pytest.CaptureFixture[str]) ->
             time.sleep(0.01)
             text += capsys.readouterr().err
     assert json.loads(text.splitlines()[1])["steps"] == 900
+
+
+def test_nothing_comes_after_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = busy()
+    with Progress(stats, "json", interval=0.01) as shown:
+        shown.end(report.summary(stats, True), "out")
+        time.sleep(0.1)
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["finished"]
 
 
 def test_the_live_view_starts_and_ends_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

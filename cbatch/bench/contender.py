@@ -51,7 +51,7 @@ def schedule(name: str, engine: EngineConfig, scheduling: str, workload: Path) -
 def run(contender: Contender, workload: Workload) -> Outcome:
     ended = process.run(contender.command, contender.environ)
     notes = [note for line in ended.errors if isinstance(note := _parsed(line), dict)]
-    figures = notes[-1] if notes and isinstance(notes[-1].get("seconds"), dict) else {}
+    figures = next((note for note in reversed(notes) if isinstance(note.get("seconds"), dict)), {})
     problem = check([_parsed(line) for _, line in ended.lines], workload) if figures else "it gave no figures"
     if problem or ended.code:
         last = next((line for line in reversed(ended.errors) if line.strip() and _parsed(line) is None), b"")

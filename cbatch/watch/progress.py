@@ -48,11 +48,9 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        self._stop_lines()
         if self._live:
             self._live.stop()
-        if self._thread:
-            self._thread.join()
 
     def note(self, text: str) -> None:
         """Say something above the view; nothing in mode none."""
@@ -72,6 +70,7 @@ class Progress:
 
     def end(self, figures: dict[str, Any], output: str) -> None:
         """Say how the run ended (`report.summary`); in mode none only if something is wrong."""
+        self._stop_lines()
         text = report.text(figures, output)
         if self.mode == "json":
             say(json.dumps(figures))
@@ -79,6 +78,11 @@ class Progress:
             self.note(text)
         elif figures["rows"]["failed"] or not figures["finished"]:
             say("cbatch: " + text.splitlines()[0])
+
+    def _stop_lines(self) -> None:
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
 
     def _lines(self) -> None:
         while not self._stop.wait(self.interval or (_LINE_SECONDS if self.stats.seconds < 60 else _LATER_SECONDS)):
