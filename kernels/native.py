@@ -1,20 +1,13 @@
-"""The C kernels for CPUs in `cpu/`: compiled once for this machine, then called through ctypes.
+"""The C kernels for CPUs in `cpu/`, called through ctypes.
 
-Same contracts as `reference.py`. They take bfloat16 and float32. Threads are those of torch: its OpenMP library is made
-visible first, because a second one in the process would bring threads of its own that fight with the first.
+Same contracts as `reference.py`. They take bfloat16 and float32.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import math
 import mmap
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SOURCES = Path(__file__).parent / "cpu"
-_FLAGS = ["-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-strict-aliasing", "-Wno-psabi"]
-_SEAL = 16  # bytes of checksum at the end of a compiled library
+from cbatch.kernels import build
+
 _PANEL, _LANES = 32, 16
 _MOST_INT8 = 1 << 16  # products of bytes, 255 * 127 at most, that 32 bits hold the sum of
 _DTYPES = torch.bfloat16, torch.float32
@@ -35,29 +27,39 @@ _GATES = {None: 0, "silu": 1, "gelu": 2}
 _ADDRESS, _WORD, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Unavailable(Exception):
-    """There is no compiler, or it fails; the text says which."""
+def _fields(**kinds: tuple[Any, str]) -> list[tuple[str, Any]]:
+    return [(name, kind) for kind, names in kinds.values() for name in names.split()]
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [(name, _ADDRESS) for name in ("x", "w", "x_scale", "w_scale", "offset", "bias", "y")] + [
-        (name, _WORD) for name in ("m", "n", "units", "x_stride", "y_stride", "epilogue", "is_int8", "is_bf16")
-    ]
+    _fields_ = _fields(
+        addresses=(_ADDRESS, "x w w_scale offset bias y scratch"),
+        words=(_WORD, "m n k x_stride y_stride epilogue is_int8 is_bf16"),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = _fields(
+        addresses=(_ADDRESS, "slots tables starts lengths tasks cos sin"),
+        words=(_WORD, "num_tokens num_tasks table_stride rotary"),
+    )
 
 
 class _Attention(ctypes.Structure):
+    _fields_ = _fields(
+        addresses=(_ADDRESS, "step query key value k_cache v_cache out q_weight k_weight"),
+        words=(_WORD, "heads kv_heads k_size v_size block_size q_stride k_stride v_stride window is_bf16"),
+        floats=(_FLOAT, "scale softcap eps weight_offset"),
+    )
+
+
+class _Layer(ctypes.Structure):
     _fields_ = [
-        (name, kind)
-        for kind, names in (
-            (
-                _ADDRESS,
-                "query key value k_cache v_cache out slots tables starts lengths tasks cos sin q_weight k_weight",
-            ),
-            (_WORD, "num_tokens num_tasks heads kv_heads k_size v_size rotary block_size table_stride"),
-            (_WORD, "q_stride k_stride v_stride window is_bf16"),
-            (_FLOAT, "scale softcap eps weight_offset"),
-        )
-        for name in names.split()
+        *((name, _Linear) for name in ("qkv", "out", "gate_up", "down")),
+        ("attention", _Attention),
+        *_fields(
+            addresses=(_ADDRESS, "norm1 norm2"), words=(_WORD, "width"), floats=(_FLOAT, "eps1 offset1 eps2 offset2")
+        ),
     ]
 
 
@@ -65,91 +67,15 @@ _SIGNATURES = {
     "linear": [_ADDRESS],
     "store_kv": [_ADDRESS],
     "paged_attention": [_ADDRESS],
+    "decoder_layer": [_ADDRESS] * 5,
     "rms_norm": [_ADDRESS] * 4 + [_WORD] * 3 + [_FLOAT] * 2 + [_WORD],
-    "quantize_rows": [_ADDRESS] * 3 + [_WORD] * 4,
     "argmax": [_ADDRESS] * 2 + [_WORD] * 4,
 }
 
 
 def load(folder: Path, cpu: str = "native") -> Library:
-    """The kernels, compiled into `folder` unless they are there already; Unavailable says why not.
-
-    `cpu`: what the compiler may use, as its -march names it; by default all that this CPU has.
-    """
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))), None)
-    if compiler is None:
-        raise Unavailable("no C compiler (cc, gcc or clang)")
-    sources = sorted(_SOURCES.glob("*.[ch]"))
-    if not sources:
-        raise Unavailable(f"their source is not in {_SOURCES}")
-    command = [compiler, *_FLAGS, f"-march={cpu}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={cpu}"]
-    key = hashlib.blake2b(digest_size=12)
-    for part in [*(path.read_bytes() for path in sources), " ".join(command).encode(), _cpu()]:
-        key.update(part)
-    path = folder / f"cpu-{key.hexdigest()}.so"
-    try:
-        if not _is_whole(path):
-            _compile(command, [str(one) for one in sources if one.suffix == ".c"], path)
-        if openmp := _openmp():
-            ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        return Library(ctypes.CDLL(str(path)))
-    except OSError as error:
-        raise Unavailable(str(error)) from None
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a library is there as it was compiled: loading what a crash or a full disk left of one can kill."""
-    content = path.read_bytes() if path.exists() else b""
-    return content[-_SEAL:] == _seal(content[:-_SEAL])
-
-
-def _seal(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_SEAL).digest()
-
-
-def _compile(command: list[str], sources: list[str], path: Path) -> None:
-    """Compile into a file of another name first, so that no other process finds a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own_openmp = [] if _openmp() else ["-fopenmp"]
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [str(Path(scratch) / f"{index}.o") for index in range(len(sources))]
-        made = Path(scratch) / path.name
-        _run(*([*command, "-c", source, "-o", one] for source, one in zip(sources, objects, strict=True)))
-        _run([command[0], "-shared", *own_openmp, *objects, "-lm", "-o", str(made)])
-        content = made.read_bytes()
-        made.write_bytes(content + _seal(content))
-        made.replace(path)
-
-
-def _run(*commands: list[str]) -> None:
-    """Run them side by side; Unavailable with the first line of what one that failed said."""
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") for command in commands]
-    problems = [process.communicate()[1].strip() for process in running]
-    for command, process, problem in zip(commands, running, problems, strict=True):
-        if process.returncode:
-            reason = problem.splitlines()[0] if problem else f"it ended with {process.returncode}"
-            raise Unavailable(f"{command[0]} fails: {reason}")
-
-
-def _cpu() -> bytes:
-    """What tells this kind of CPU from others; a home folder may be shared by several."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor(), platform.machine()]
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))} or lines)
-    ).encode()
-
-
-def _openmp() -> str | None:
-    """The OpenMP library in this process that is torch's; others may have brought theirs too."""
-    try:
-        mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    except OSError:
-        return None
-    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
-    return min(found, key=lambda path: ("torch" not in path, Path(path).name), default=None)
+    """The kernels as `build.load` compiles them; `build.Unavailable` says why it can't."""
+    return Library(build.load(folder, cpu))
 
 
 class Pages:
@@ -187,6 +113,10 @@ class Packed:
     gate: str | None
     scales: Tensor | None = None
     offset: Tensor | None = None
+
+    @property
+    def is_int8(self) -> bool:
+        return self.scales is not None
 
 
 def _interleave(x: Tensor) -> Tensor:
@@ -235,25 +165,15 @@ class Library:
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         """x [..., k] -> [..., n] of the same dtype, or half as wide if gated."""
-        assert x.dtype in (_DTYPES if packed.scales is not None else [packed.panels.dtype])
         rows = _matrix(x)
-        m, width, is_bf16 = len(rows), packed.n // 2 if packed.gate else packed.n, x.dtype == torch.bfloat16
+        assert rows.shape[1] == packed.k
+        assert x.dtype in (_DTYPES if packed.is_int8 else [packed.panels.dtype])
+        m, width = len(rows), packed.n // 2 if packed.gate else packed.n
         out = torch.empty(m, width, dtype=x.dtype)
-        call = _Linear(
-            rows.data_ptr(), packed.panels.data_ptr(), None, None, None, _address(packed.bias), out.data_ptr(),
-            m, packed.n, packed.panels.shape[1], rows.stride(0) * 2, width, _GATES[packed.gate], 0, is_bf16,
-        )  # fmt: skip
-        if packed.scales is not None and packed.offset is not None:
-            bytes_, scale = torch.empty(m, packed.k, dtype=torch.uint8), torch.empty(m)
-            self._c.quantize_rows(
-                rows.data_ptr(), bytes_.data_ptr(), scale.data_ptr(), m, packed.k, rows.stride(0), is_bf16
-            )
-            call.x, call.x_stride, call.is_int8 = bytes_.data_ptr(), packed.k, 1
-            call.x_scale, call.w_scale, call.offset = (
-                scale.data_ptr(),
-                packed.scales.data_ptr(),
-                packed.offset.data_ptr(),
-            )
+        scratch = torch.empty(m * (packed.k + 4) if packed.is_int8 else 0, dtype=torch.uint8)
+        call = _linear(packed, x.dtype)
+        call.x, call.x_stride, call.m = rows.data_ptr(), rows.stride(0), m
+        call.y, call.y_stride, call.scratch = out.data_ptr(), width, scratch.data_ptr()
         self._c.linear(ctypes.addressof(call))
         return out.view(*x.shape[:-1], width)
 
@@ -288,22 +208,17 @@ class Library:
         norms: tuple[Tensor | None, Tensor | None, float, float] = (None, None, 0.0, 0.0),
     ) -> None:
         """`reference.rope_store_kv` with `angles`, else `reference.store_kv`; the cache is in the layout of `cpu/`."""
-        call = _attention(k_cache, v_cache)
         key, value = _rows(key), _rows(value)
         assert all(x is None or x.dtype == k_cache.dtype for x in (query, key, value, *norms[:2]))
-        call.key, call.value, call.k_stride, call.v_stride = (
-            key.data_ptr(),
-            value.data_ptr(),
-            key.stride(0),
-            value.stride(0),
-        )
-        call.slots, call.num_tokens = slot_mapping.data_ptr(), len(key)
+        step, call = _Step(slots=slot_mapping.data_ptr(), num_tokens=len(key)), _attention(k_cache, v_cache)
+        call.step, call.key, call.k_stride = ctypes.addressof(step), key.data_ptr(), key.stride(0)
+        call.value, call.v_stride = value.data_ptr(), value.stride(0)
         if query is not None:
             assert query is _rows(query)  # it is changed in place
             call.query, call.q_stride, call.heads = query.data_ptr(), query.stride(0), query.shape[1]
         if angles is not None:
             cos, sin = (one.to(key.dtype).contiguous() for one in angles)
-            call.cos, call.sin, call.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+            step.cos, step.sin, step.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         call.q_weight, call.k_weight = _address(norms[0]), _address(norms[1])
         call.eps, call.weight_offset = norms[2:]
         self._c.store_kv(ctypes.addressof(call))
@@ -325,35 +240,103 @@ class Library:
         """
         query = _rows(query)
         assert query.dtype == k_cache.dtype
-        tables, starts, lengths, tasks = where
         out = query.new_empty(*query.shape[:2], v_cache.shape[3])
-        call = _attention(k_cache, v_cache)
-        call.query, call.q_stride, call.heads, call.out = (
-            query.data_ptr(),
-            query.stride(0),
-            query.shape[1],
-            out.data_ptr(),
-        )
-        call.tables, call.table_stride, call.starts = tables.data_ptr(), tables.stride(0), starts.data_ptr()
-        call.lengths, call.tasks, call.num_tasks = lengths.data_ptr(), tasks.data_ptr(), len(tasks)
+        step, call = _step(where), _attention(k_cache, v_cache)
+        call.step, call.query, call.q_stride = ctypes.addressof(step), query.data_ptr(), query.stride(0)
+        call.heads, call.out = query.shape[1], out.data_ptr()
         call.scale, call.window, call.softcap = scale, window, softcap
         self._c.paged_attention(ctypes.addressof(call))
         return out
 
+    def decoder_layer(self, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
+        """x [..., width] -> the output of the layer, of the same shape; its keys and values are stored."""
+        rows = _matrix(x)
+        out = torch.empty(rows.shape, dtype=x.dtype)
+        scratch = torch.empty(len(rows) * layer.scratch_bytes, dtype=torch.uint8)
+        attention = layer.call.attention
+        attention.k_cache, attention.v_cache, attention.block_size = (
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            k_cache.shape[1],
+        )
+        self._c.decoder_layer(
+            layer.address, step.address, rows.contiguous().data_ptr(), out.data_ptr(), scratch.data_ptr()
+        )
+        return out.view(x.shape)
 
-def fits(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether the kernels take caches [num_blocks, block_size, H_kv, D] of this shape and dtype."""
-    return (
-        k_cache.dtype in _DTYPES
-        and k_cache.shape[1] % _PANEL == 0
-        and k_cache.shape[3] % _LANES == v_cache.shape[3] % _LANES == 0
-    )
+
+class Step:
+    """Where the tokens of a step belong, for all layers: `slot_mapping`, `where` as `paged_attention` takes it, and the
+    cos and sin of their positions."""
+
+    def __init__(
+        self, slot_mapping: Tensor, where: Sequence[Tensor], angles: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        cos, sin = (one.to(dtype).contiguous() for one in angles)
+        self._kept = slot_mapping, *where, cos, sin
+        self._call = _step(where)
+        self._call.slots, self._call.num_tokens = slot_mapping.data_ptr(), len(slot_mapping)
+        self._call.cos, self._call.sin, self._call.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+        self.address = ctypes.addressof(self._call)
+
+
+class Layer:
+    """A decoder layer whose weights are packed. `products`: qkv, output, gate and up, down; `norms`: (weight, epsilon, offset) before the attention and before the
+    MLP; `head_norms` as in `store_kv`; `settings`: scale, window, softcap."""
+
+    def __init__(
+        self,
+        products: Sequence[Packed],
+        norms: Sequence[tuple[Tensor, float, float]],
+        heads: tuple[int, int, int],
+        head_norms: tuple[Tensor | None, Tensor | None, float, float],
+        settings: tuple[float, int, float],
+    ) -> None:
+        (weight1, eps1, offset1), (weight2, eps2, offset2) = norms
+        dtype, width, (num_heads, kv_heads, size) = weight1.dtype, len(weight1), heads
+        q_weight, k_weight, eps, offset = head_norms
+        scale, window, softcap = settings
+        attention = _Attention(
+            heads=num_heads, kv_heads=kv_heads, k_size=size, v_size=size, is_bf16=dtype == torch.bfloat16,
+            q_weight=_address(q_weight), k_weight=_address(k_weight), eps=eps, weight_offset=offset,
+            scale=scale, window=window, softcap=softcap,
+        )  # fmt: skip
+        self.call = _Layer(
+            *(_linear(one, dtype) for one in products), attention,
+            weight1.data_ptr(), weight2.data_ptr(), width, eps1, offset1, eps2, offset2,
+        )  # fmt: skip
+        self._kept = products, norms, head_norms
+        self.address = ctypes.addressof(self.call)
+        qkv, out, _, down = products
+        widest = max(one.k for one in products) + 4
+        self.scratch_bytes = (qkv.n + out.k + width + down.k) * dtype.itemsize + widest
+
+
+def fits(dtype: torch.dtype, block_size: int, key_size: int, value_size: int) -> bool:
+    """Whether the kernels take a cache like that."""
+    return dtype in _DTYPES and block_size % _PANEL == 0 and key_size % _LANES == value_size % _LANES == 0
 
 
 def can_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
     """Whether `Library.rms_norm` takes tensors of these shapes and dtypes."""
     fits_x = residual is None or (residual.dtype == x.dtype and residual.is_contiguous())
     return fits_x and x.dtype == weight.dtype and x.dtype in _DTYPES and x.shape[-1] % _LANES == 0
+
+
+def _linear(packed: Packed, dtype: torch.dtype) -> _Linear:
+    return _Linear(
+        w=packed.panels.data_ptr(), w_scale=_address(packed.scales), offset=_address(packed.offset),
+        bias=_address(packed.bias), n=packed.n, k=packed.k, epilogue=_GATES[packed.gate],
+        is_int8=packed.is_int8, is_bf16=dtype == torch.bfloat16,
+    )  # fmt: skip
+
+
+def _step(where: Sequence[Tensor]) -> _Step:
+    tables, starts, lengths, tasks = where
+    return _Step(
+        tables=tables.data_ptr(), table_stride=tables.stride(0), starts=starts.data_ptr(), lengths=lengths.data_ptr(),
+        tasks=tasks.data_ptr(), num_tasks=len(tasks),
+    )  # fmt: skip
 
 
 def _attention(k_cache: Tensor, v_cache: Tensor) -> _Attention:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels import native, reference, sdpa
+from cbatch.kernels import build, native, reference, sdpa
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 from tests.drive import make_engine, make_request, run
@@ -390,7 +390,7 @@ def test_argmax(c: native.Library, dtype: torch.dtype, size: int) -> None:
 _THREADS = """
 import os, sys, torch
 from pathlib import Path
-from cbatch.kernels import native
+from cbatch.kernels import build, native
 torch.set_num_threads(1)
 c, none = native.load(Path(sys.argv[1])), torch.empty(0)
 x, w, weight = (torch.randn(*shape).bfloat16() for shape in ((70, 512), (640, 512), (512,)))
@@ -444,7 +444,9 @@ def test_compiled_once_and_again_only_if_damaged(tmp_path: Path) -> None:
 
 
 def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from cbatch.kernels import native; native.load(Path(sys.argv[1]))"
+    code = (
+        "import sys; from pathlib import Path; from cbatch.kernels import build, native; native.load(Path(sys.argv[1]))"
+    )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     assert [(process.communicate()[1], process.returncode) for process in running] == [("", 0)] * 2
@@ -452,7 +454,7 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path
 
 
 def why_not(folder: Path) -> str:
-    with pytest.raises(native.Unavailable) as caught:
+    with pytest.raises(build.Unavailable) as caught:
         native.load(folder)
     return str(caught.value)
 
@@ -497,7 +499,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_without_the_sources_as_in_a_zip_archive_nothing_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_SOURCES", tmp_path / "nowhere")
+    monkeypatch.setattr(build, "_SOURCES", tmp_path / "nowhere")
     assert "nowhere" in why_not(tmp_path)
     assert compiled(tmp_path) == []
 

@@ -46,7 +46,7 @@ def test_a_histogram_does_not_grow_with_what_it_counts() -> None:
 
 
 def test_a_step_costs_what_its_shapes_say() -> None:
-    scheduler = Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4)
+    scheduler = Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4, expected_share=0)
     stats = RunStats(cost=ModelCost(1000, 10, 100, 3, 7))
     sequences = [Sequence(make_request(n, [n + 1] * size), 50) for n, size in enumerate((3, 12))]
     for seq in sequences:
@@ -84,7 +84,10 @@ def test_padding_is_no_occupancy() -> None:
 
 
 def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
-    stats, scheduler = RunStats(), Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4)
+    stats, scheduler = (
+        RunStats(),
+        Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4, expected_share=0),
+    )
     assert stats.generation_seconds == 0
     stats.scheduled(scheduler.schedule(), scheduler)
     assert stats.first_step_at is None  # nothing to compute yet

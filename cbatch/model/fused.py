@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cbatch.kernels import native
 from cbatch.model import ops
 from cbatch.model.batch import Batch, single
 from cbatch.model.kv_cache import KVCache, LayerShape
@@ -110,17 +111,49 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with the first addition inside the second norm."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with the first addition inside the second norm.
 
-    def __init__(self, original: Any) -> None:
+    In one call, where all its weights are packed and the C kernels take this KV cache.
+    """
+
+    def __init__(self, original: Any, fits_c_kernels: bool) -> None:
         super().__init__()
         self.input_layernorm, self.self_attn = original.input_layernorm, original.self_attn
         self.post_attention_layernorm, self.mlp = original.post_attention_layernorm, original.mlp
+        self.compiled = self._compile() if fits_c_kernels else None
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
-        total, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        batch: Any = None,
+        kv_cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if self.compiled is not None:
+            return kv_cache.run_layer(
+                self.self_attn.layer_idx, self.compiled, hidden_states, batch, position_embeddings
+            )
+        settings = {"position_embeddings": position_embeddings, "batch": batch, "kv_cache": kv_cache, **kwargs}
+        total, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **settings)
         normed = self.post_attention_layernorm(hidden_states, total)  # total += hidden_states
         return total.add_(self.mlp(normed))
+
+    def _compile(self) -> native.Layer | None:
+        a: Any = self.self_attn
+        norms, mlp = (self.input_layernorm, self.post_attention_layernorm), self.mlp
+        if not (isinstance(mlp, MLP) and all(isinstance(norm, RMSNorm) for norm in norms)):
+            return None
+        products: list[Any] = [a.qkv, a.o_proj, mlp.gate_up, mlp.down]
+        if not all(isinstance(one, Linear) and one.is_packed for one in products):
+            return None
+        return native.Layer(
+            products=[one.weight for one in products],
+            norms=[(norm.weight, norm.eps, norm.weight_offset) for norm in norms],
+            heads=(a.sizes[0] // a.head_dim, a.sizes[1] // a.head_dim, a.head_dim),
+            head_norms=(a.q_weight, a.k_weight, a.eps, a.weight_offset),
+            settings=(a.scale, a.window, a.softcap),
+        )
 
 
 @torch.inference_mode()
@@ -174,7 +207,9 @@ class _Fusion:
             "post_attention_layernorm",
         ] or not isinstance(module.self_attn, Attention):
             return None
-        fused = DecoderLayer(module)
+        shape = self.layers[module.self_attn.layer_idx]
+        fits = native.fits(self.model.dtype, self.block_size, shape.key_size, shape.value_size)
+        fused = DecoderLayer(module, fits and ops.c_kernels(module.input_layernorm.weight) is not None)
         return fused if self._agree(module, fused) else None
 
     def _candidates(self, module: Any) -> Iterator[nn.Module]:

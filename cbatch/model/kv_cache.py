@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from cbatch.kernels.native import Pages
+from cbatch.kernels.native import Layer, Pages
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 
@@ -89,6 +89,12 @@ class KVCache:
             query, key, value, k_cache, v_cache, batch.slot_mapping, cos, sin, q_weight, k_weight, eps, weight_offset
         )
         return ops.paged_attention(query, k_cache, v_cache, batch, *settings)
+
+    def run_layer(
+        self, layer: int, compiled: Layer, x: torch.Tensor, batch: Batch, angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """x [1, T, width] through a whole decoder layer in one call."""
+        return ops.decoder_layer(compiled, x, self.k[layer], self.v[layer], batch, angles)
 
 
 def count_blocks(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch.nn import functional
 
-from cbatch.kernels import native, reference, sdpa
+from cbatch.kernels import build, native, reference, sdpa
 from cbatch.model.batch import Batch
 from cbatch.model.fetch import cache_folder
 
@@ -20,7 +20,7 @@ def _library() -> native.Library | None:
     global without_native
     try:
         return native.load(cache_folder())
-    except (native.Unavailable, RuntimeError) as error:  # or there is no home folder
+    except (build.Unavailable, RuntimeError) as error:  # or there is no home folder
         without_native = str(error)
         return None
 
@@ -41,7 +41,8 @@ def c_kernels(x: torch.Tensor) -> native.Library | None:
 
 def _c_attention(k_cache: torch.Tensor, v_cache: torch.Tensor) -> native.Library | None:
     """The C kernels, if this cache is kept in their layout."""
-    return c_kernels(k_cache) if native.fits(k_cache, v_cache) else None
+    fits = native.fits(k_cache.dtype, k_cache.shape[1], k_cache.shape[3], v_cache.shape[3])
+    return c_kernels(k_cache) if fits else None
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -158,6 +159,26 @@ def linear(
         return library.linear(x, weight)
     y = functional.linear(x, weight, bias)
     return gated(y, gate) if gate else y
+
+
+def decoder_layer(
+    layer: native.Layer,
+    x: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: Batch,
+    angles: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """x [1, T, width] through a decoder layer whose weights are packed; cos and sin [1, T, rotary]."""
+    library = _library()
+    assert library is not None
+    return library.decoder_layer(layer, x, k_cache, v_cache, _step(batch, angles, x.dtype))
+
+
+@lru_cache(maxsize=1)  # the layers of a step ask for the same, one after another
+def _step(batch: Batch, angles: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> native.Step:
+    where = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens, batch.tasks
+    return native.Step(batch.slot_mapping, where, [one[0] for one in angles], dtype)
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:

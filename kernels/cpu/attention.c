@@ -4,27 +4,12 @@
 // values as [block_size / u][D][u]: u values of 4 bytes in all (2 bf16, 1 float32), that meet in one lane of a dot
 // product. So both products of attention are the tile of tile.h. Up to ROWS rows (tokens times the heads that share keys
 // and values) go through the blocks together, with the running maximum and sum of softmax (arXiv:1805.02867).
+#include "kernels.h"
 #include "tile.h"
 #include <stdlib.h>
 
 enum { PANEL = 32 };
 static const float NOTHING = -INFINITY;  // below any score
-
-typedef struct {
-    void *query;                      // [T, H, D], rows of a token q_stride values apart
-    const void *key, *value;          // [T, H_kv, D], D of the values; k_stride, v_stride
-    void *k_cache, *v_cache, *out;    // out [T, H, D of the values]
-    const int64_t *slots;             // [T] block * block_size + offset, -1: not stored
-    const int64_t *tables;            // [S, table_stride]
-    const int64_t *starts;            // [S + 1] first query token of each sequence
-    const int64_t *lengths;           // [S] cached tokens, this step's included
-    const int64_t *tasks;             // [num_tasks, 3] sequence, first and last + 1 of its tokens in this step
-    const void *cos, *sin;            // [T, rotary] or NULL
-    const void *q_weight, *k_weight;  // [D] or NULL: of an RMSNorm before the rotation
-    int64_t num_tokens, num_tasks, heads, kv_heads, k_size, v_size, rotary, block_size, table_stride;
-    int64_t q_stride, k_stride, v_stride, window, is_bf16;
-    float scale, softcap, eps, weight_offset;
-} Attention;
 
 DEFINE_TILE(tile_bf16, BF16)
 DEFINE_TILE(tile_float, FLOAT32)
@@ -36,7 +21,7 @@ INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // One head of one token, normalised and rotated: pairs (i, i + rotary / 2). k_size is a multiple of 16.
 INLINE void turn(const Attention *a, const void *x, const void *weight, int64_t token, float *y, const int is_bf16) {
-    const int64_t half = a->rotary / 2, angles = token * a->rotary;
+    const int64_t half = a->step->rotary / 2, angles = token * a->step->rotary;
     vf squares = {0}, scale = splat(1.f);
     for (int64_t i = 0; i < a->k_size; i += LANES) {
         vf v = load(x, i, is_bf16);
@@ -50,13 +35,13 @@ INLINE void turn(const Attention *a, const void *x, const void *weight, int64_t 
     }
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
-        vf c = load(a->cos, angles + i, is_bf16), s = load(a->sin, angles + i, is_bf16);
+        vf c = load(a->step->cos, angles + i, is_bf16), s = load(a->step->sin, angles + i, is_bf16);
         vf first = load(y, i, 0), second = load(y, i + half, 0);
         store(y, i, first * c - second * s, 0);
         store(y, i + half, second * c + first * s, 0);
     }
     for (; i < half; i++) {
-        float c = load_one(a->cos, angles + i, is_bf16), s = load_one(a->sin, angles + i, is_bf16);
+        float c = load_one(a->step->cos, angles + i, is_bf16), s = load_one(a->step->sin, angles + i, is_bf16);
         float first = y[i], second = y[i + half];
         y[i] = first * c - second * s;
         y[i + half] = second * c + first * s;
@@ -72,8 +57,8 @@ INLINE void store_token(const Attention *a, int64_t token, const int is_bf16) {
         turn(a, q, a->q_weight, token, turned, is_bf16);
         for (int64_t i = 0; i < a->k_size; i += LANES) store(q, i, load(turned, i, 0), is_bf16);
     }
-    if (a->slots[token] < 0) return;
-    int64_t block = a->slots[token] / a->block_size, offset = a->slots[token] % a->block_size;
+    if (a->step->slots[token] < 0) return;
+    int64_t block = a->step->slots[token] / a->block_size, offset = a->step->slots[token] % a->block_size;
     for (int64_t head = 0; head < a->kv_heads; head++) {
         int64_t place = block * a->kv_heads + head;
         char *k = (char *)a->k_cache + place * a->block_size * a->k_size * size;
@@ -90,8 +75,8 @@ INLINE void store_token(const Attention *a, int64_t token, const int is_bf16) {
 
 // Rotates `query` in place if there is one, and writes keys and values to their slots.
 void store_kv(const Attention *a) {
-#pragma omp parallel for if (a->num_tokens > 4)
-    for (int64_t token = 0; token < a->num_tokens; token++) {
+#pragma omp parallel for if (a->step->num_tokens > 4)
+    for (int64_t token = 0; token < a->step->num_tokens; token++) {
         if (a->is_bf16) store_token(a, token, 1);
         else store_token(a, token, 0);
     }
@@ -185,8 +170,8 @@ INLINE void gather(const Attention *a, const char *weights, const char *v, int64
 INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch,
                         const int is_bf16) {
     const int64_t size = is_bf16 ? 2 : 4, block_size = a->block_size, row_bytes = a->k_size * size;
-    const int64_t group = a->heads / a->kv_heads, start = a->starts[s], num_tokens = a->starts[s + 1] - start;
-    const int64_t before = a->lengths[s] - num_tokens;  // cached tokens ahead of this step's
+    const int64_t group = a->heads / a->kv_heads, start = a->step->starts[s], num_tokens = a->step->starts[s + 1] - start;
+    const int64_t before = a->step->lengths[s] - num_tokens;  // cached tokens ahead of this step's
     float *scores = (float *)scratch, *sums = scores + ROWS * block_size;  // [rows, block_size], [rows, v_size]
     char *weights = (char *)(sums + ROWS * a->v_size), *query = weights + ROWS * block_size * size;
     float maximum[ROWS], sum[ROWS] = {0}, shrink[ROWS];
@@ -199,7 +184,7 @@ INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t fir
     int64_t stop = before + (first + rows - 1) / group + 1;  // tokens that the last row sees
     int64_t oldest = a->window ? at_least(0, before + first / group + 1 - a->window) : 0;
     for (int64_t block = oldest / block_size; block * block_size < stop; block++) {
-        int64_t place = a->tables[s * a->table_stride + block] * a->kv_heads + head, base = block * block_size;
+        int64_t place = a->step->tables[s * a->step->table_stride + block] * a->kv_heads + head, base = block * block_size;
         const char *k = (char *)a->k_cache + place * block_size * row_bytes;
         const char *v = (char *)a->v_cache + place * block_size * a->v_size * size;
         int64_t seen = at_most(block_size, stop - base), width = (seen + PANEL - 1) / PANEL * PANEL;
@@ -236,8 +221,8 @@ void paged_attention(const Attention *a) {
     {
         char *scratch = aligned_alloc(64, (room + 63) / 64 * 64);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < a->num_tasks * a->kv_heads; i++) {
-            const int64_t *task = a->tasks + i / a->kv_heads * 3;
+        for (int64_t i = 0; i < a->step->num_tasks * a->kv_heads; i++) {
+            const int64_t *task = a->step->tasks + i / a->kv_heads * 3;
             for (int64_t row = task[1] * group; row < task[2] * group; row += ROWS)
                 (a->is_bf16 ? attend_bf16 : attend_float)(
                     a, task[0], i % a->kv_heads, row, at_most(ROWS, task[2] * group - row), scratch);

@@ -2,23 +2,11 @@
 //
 // Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). A panel is
 // read from memory once a call, by one thread, and from its cache for every ROWS rows.
+#include "kernels.h"
 #include "tile.h"
 #include <omp.h>
 
 enum { PANEL = 32 };
-enum { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2 };  // gated: a panel holds 16 gates, then the 16 outputs that they scale
-
-typedef struct {
-    const void *x, *w;     // [M, K], rows `x_stride` bytes apart; panels
-    const float *x_scale;  // [M] int8 only: x is uint8, biased by 128
-    const float *w_scale;  // [N padded] int8 only
-    const int32_t *offset; // [N padded] int8 only: what the bias of x adds, 128 * the sum of an output's weights
-    const float *bias;     // [N padded] or NULL
-    void *y;               // [M, N] bf16 or float32, rows `y_stride` values apart; half as wide if gated
-    int64_t m, n, units, x_stride, y_stride;  // units: K / u
-    int64_t epilogue, is_int8, is_bf16;       // is_bf16: y
-} Linear;
-
 DEFINE_TILE(tile_bf16, BF16)
 DEFINE_TILE(tile_int8, INT8)
 
@@ -29,7 +17,7 @@ INLINE vf activate(vf x, int gelu) {
 }
 
 // Scale, add the bias, gate, and write 32 sums of one row.
-INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, const int is_bf16) {
+INLINE void finish(const Linear *l, float x_scale, int64_t row, int64_t panel, const vi *sums, const int is_bf16) {
     char *out = (char *)l->y + row * l->y_stride * (is_bf16 ? 2 : 4);
     vf y[2];
     for (int half = 0; half < 2; half++) {
@@ -37,7 +25,7 @@ INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, 
         y[half] = (vf)sums[half];
         if (l->is_int8) {
             vi exact = sums[half] - load_units(l->offset + column);
-            y[half] = __builtin_convertvector(exact, vf) * load(l->w_scale, column, 0) * splat(l->x_scale[row]);
+            y[half] = __builtin_convertvector(exact, vf) * load(l->w_scale, column, 0) * splat(x_scale);
         }
         if (l->bias) y[half] += load(l->bias, column, 0);
         y[half] = rounded(y[half], is_bf16);
@@ -55,7 +43,16 @@ INLINE void finish(const Linear *l, int64_t row, int64_t panel, const vi *sums, 
 }
 
 void linear(const Linear *l) {
-    int64_t panels = (l->n + PANEL - 1) / PANEL, tiles = (l->m + ROWS - 1) / ROWS, panel_bytes = l->units * PANEL * 4;
+    const int64_t units = l->k / (l->is_int8 ? 4 : 2), panel_bytes = units * PANEL * 4;
+    const int64_t panels = (l->n + PANEL - 1) / PANEL, tiles = (l->m + ROWS - 1) / ROWS;
+    const char *x = l->x;
+    int64_t x_bytes = l->x_stride * 2;  // between rows
+    const float *scales = (const float *)l->scratch;
+    if (l->is_int8) {
+        uint8_t *q = (uint8_t *)(l->scratch + l->m * sizeof(float));
+        quantize_rows(l->x, q, (float *)l->scratch, l->m, l->k, l->x_stride, l->is_bf16);
+        x = (const char *)q, x_bytes = l->k;
+    }
     int64_t together = panels / (3 * omp_get_max_threads());  // neighbours for one thread, which fetches the next ahead
     together = together < 1 ? 1 : together > 4 ? 4 : together;
 #pragma omp parallel for schedule(dynamic, together)
@@ -64,12 +61,12 @@ void linear(const Linear *l) {
         for (int64_t t = 0; t < tiles; t++) {
             int64_t row = t * l->m / tiles, rows = (t + 1) * l->m / tiles - row;
             int64_t ahead = t == tiles - 1 && panel + 1 < panels ? panel_bytes : 0;
-            const char *x = (const char *)l->x + row * l->x_stride;
             vi sums[ROWS][2];
-            (l->is_int8 ? tile_int8 : tile_bf16)(x, l->x_stride, w, PANEL * 4, 64, ahead, l->units, sums, rows);
+            (l->is_int8 ? tile_int8 : tile_bf16)(x + row * x_bytes, x_bytes, w, PANEL * 4, 64, ahead, units, sums, rows);
             for (int64_t r = 0; r < rows; r++) {
-                if (l->is_bf16) finish(l, row + r, panel, sums[r], 1);
-                else finish(l, row + r, panel, sums[r], 0);
+                float scale = l->is_int8 ? scales[row + r] : 1.f;
+                if (l->is_bf16) finish(l, scale, row + r, panel, sums[r], 1);
+                else finish(l, scale, row + r, panel, sums[r], 0);
             }
         }
     }

@@ -1,4 +1,5 @@
 // What is done row by row: normalise, quantise, choose the likeliest token.
+#include "kernels.h"
 #include "simd.h"
 
 enum { WORTH_SHARING = 1 << 14 };  // values; below, one thread is done before another has woken up
@@ -59,6 +60,15 @@ void quantize_rows(const char *x, uint8_t *q, float *scales, int64_t rows, int64
     for (int64_t r = 0; r < rows; r++)
         scales[r] = is_bf16 ? quantize_row(x + r * x_stride * 2, q + r * n, n, 1)
                             : quantize_row(x + r * x_stride * 4, q + r * n, n, 0);
+}
+
+// x += y, n values in all; n a multiple of 16.
+void add_rows(char *x, const char *y, int64_t n, int64_t is_bf16) {
+#pragma omp parallel for if (n > WORTH_SHARING)
+    for (int64_t i = 0; i < n; i += LANES) {
+        if (is_bf16) store(x, i, load(x, i, 1) + load(y, i, 1), 1);
+        else store(x, i, load(x, i, 0) + load(y, i, 0), 0);
+    }
 }
 
 // The lowest index of the largest of n values, or -1 if that is not finite or one of them is not a number.
