@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -193,6 +193,7 @@ class _Fusion:
     layers: Mapping[int, LayerShape]
     block_size: int
     int8: bool
+    pages: native.Pages = field(default_factory=native.Pages)  # for the caches of all trials: fresh ones take long
 
     def of(self, module: nn.Module) -> nn.Module | None:
         """A fused module that computes what `module` does, or None."""
@@ -271,7 +272,9 @@ class _Fusion:
         shapes = {attention.layer_idx: self.layers[attention.layer_idx]}
         outs = []
         for one in (module, fused):
-            cache = KVCache(shapes, -(-_TOKENS // self.block_size), self.block_size, self.model.dtype, x.device)
+            cache = KVCache(
+                shapes, -(-_TOKENS // self.block_size), self.block_size, self.model.dtype, x.device, self.pages
+            )
             out = one(hidden_states=x, position_embeddings=angles, batch=batch, kv_cache=cache, attention_mask=None)
             outs.append(out[0] if isinstance(out, tuple) else out)
         return outs

@@ -42,12 +42,15 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        pages: Pages | None = None,
     ) -> None:
+        """`pages`: where to take memory from on a CPU; by default from pages of its own."""
+
         def tensor(layer: LayerShape, size: int) -> torch.Tensor:
             shape = num_blocks, block_size, layer.num_kv_heads, size
-            return pages.take(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
+            return source.take(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
 
-        pages = Pages()
+        source = pages or Pages()
 
         self.k = {index: tensor(layer, layer.key_size) for index, layer in layers.items()}
         self.v = {index: tensor(layer, layer.value_size) for index, layer in layers.items()}
