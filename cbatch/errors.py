@@ -1,5 +1,12 @@
 """Errors that are the user's to mend: one line saying what is wrong, where, and what to do. No traceback."""
 
+from __future__ import annotations
+
+import re
+
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_LONGEST = 2000  # characters of a message; templates and values of the user's may be quoted in it
+
 
 class Fatal(Exception):
     """The job can't go on."""
@@ -14,8 +21,12 @@ class UsageError(Fatal):
 
 
 class RowError(ValueError):
-    """One row can't be completed; it becomes an error row of this `kind` and costs no other row."""
+    """One row can't be completed; it becomes an error row of this `kind` and costs no other row.
+
+    The message is one line that can be shown on a terminal, whatever text of the row it quotes.
+    """
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
+        text = _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], message)
+        super().__init__(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
         self.kind = kind

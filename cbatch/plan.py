@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.config import RunConfig
 from cbatch.errors import RowError, UsageError
 from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
-from cbatch.rows.reader import Source
+from cbatch.rows.reader import BROKEN_DIGEST, Source
 from cbatch.rows.record import RecordShape
 from cbatch.rows.request import Row, SamplingParams
 from cbatch.rows.share import Share
@@ -42,11 +42,14 @@ def check_share(config: RunConfig, share: Share, single_file: bool) -> None:
 
 
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:
-    """UsageError if none of a file's first rows holds a prompt, or if their columns collide with those added."""
+    """UsageError if a file can't be read, none of its first rows holds a prompt, or columns collide with those added."""
     for source in sources:
         if source.name == "-" or (source.kind == "dataset" and source.size is None):
             continue
-        rows = [row for row in islice(source.rows(), _FIRST_ROWS) if not row.problem]
+        first = list(islice(source.rows(), _FIRST_ROWS))
+        if first and first[0].digest == BROKEN_DIGEST:
+            raise UsageError(str(first[0].problem))
+        rows = [row for row in first if not row.problem]
         if rows and config.prompt.template:
             check_template(config.prompt.template, rows)
         names = {config.prompt.prompt_column, "messages", "token_ids"}
@@ -54,7 +57,7 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
             columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
             raise UsageError(
                 f"{source.name}: no column {config.prompt.prompt_column!r}, 'messages' or 'token_ids'. "
-                f"Columns: {columns}. Name one with --prompt-column, or make a prompt with --template."
+                f"Columns: {columns:.500}. Name one with --prompt-column, or make a prompt with --template."
             )
         for row in rows:
             try:
@@ -70,7 +73,7 @@ def check_template(template: str, rows: Sequence[Row]) -> None:
         try:
             compiled.render(row.data)
         except Exception as error:  # whatever a template raises
-            errors.append(f"{row.where}: {error}. Columns: {', '.join(row.data)}.")
+            errors.append(f"{row.where}: {error}. Columns: {', '.join(row.data):.500}.")
     if len(errors) == len(rows):
         raise UsageError(f"--template fails on {errors[0]}")
 

@@ -86,7 +86,9 @@ def _file(path: Path) -> Source:
         if kind == "parquet":
             import pyarrow.parquet as pq
 
-            pq.ParquetFile(path)
+            names = pq.ParquetFile(path).schema_arrow.names
+            if len(set(names)) < len(names):
+                raise UsageError(f"{path}: has two columns of the name {max(names, key=names.count)!r}; rename one")
     except (OSError, arrow_error()) as error:
         raise UsageError(f"{path}: can't be read: {one_line(error)}") from None
     return Source(str(path), kind, path.stat().st_size)

@@ -204,7 +204,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     """
     text = _decoded(line)
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
         if text.count("[") + text.count("{") > _MAX_NESTING and _is_deep(data):
             raise RecursionError
     except RecursionError:
@@ -244,8 +244,14 @@ def _refuse_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} is too large for a number")
+        raise ValueError(f"{text:.40} is too large for a number")
     return value
+
+
+def _whole(text: str) -> int:
+    """An integer; one that no float can hold makes other readers refuse the line."""
+    _finite(text)
+    return int(text)
 
 
 def _json_type(value: Any) -> str:
