@@ -360,7 +360,7 @@ def fill_disk(folder: Path) -> None:
         print("can't mount a disk")
         return
     try:
-        for name, *more in LAYOUTS:
+        for name, *more in LAYOUTS[::2]:
             job = Job(folder, [f"disk/{name}", *more])
             for size in (8, 12, 24, 60):
                 subprocess.run(["mount", "-o", f"remount,size={size}k", str(disk)], check=True)
@@ -379,7 +379,7 @@ def fill_disk(folder: Path) -> None:
 
 def lose_input(folder: Path) -> None:
     """An input that is gone when the job is to go on, and comes back."""
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(LAYOUTS[::4]):
         job = Job(folder / str(number), layout)
         pid = job.start()
         while len(job.done()) < 50:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -194,6 +195,24 @@ def test_any_bytes_give_rows_and_never_an_exception(content: bytes) -> None:
     assert all(row.problem or isinstance(row.data, dict) for row in rows)
 
 
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(
+        st.binary(max_size=40)
+        | st.sampled_from([b"\xff\xfe", b"[" * 5000, b'{"a": "', b"\\", b'"\r', b"\xef\xbb\xbf{}"])
+    ),
+    st.integers(1, 70_000),
+)
+def test_no_bytes_cost_a_good_line_before_or_behind_them(junk: list[bytes], length: int) -> None:
+    content, good = b"", []
+    for number, piece in enumerate(junk):
+        good.append(content.count(b"\n") + 1)
+        content += b'{"n": %d, "pad": "%s"}\n' % (number, b"x" * (length if number == 0 else 0)) + piece + b"\n"
+    rows = [row for row in _rows_of_bytes(content) if row.data.keys() == {"n", "pad"}]
+    assert [row.data["n"] for row in rows] == list(range(len(junk)))
+    assert [row.where for row in rows] == [f"-:{place}" for place in good]
+
+
 def _rows_of_bytes(content: bytes) -> list[Row]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
@@ -227,6 +246,32 @@ def test_a_compressed_file_cut_short_ends_in_a_problem(tmp_path: Path, codec: st
     assert rows[-1].problem
     assert rows[-1].problem.kind == "read_error"
     assert rows[-1].row == len(rows) - 1
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_a_file_cut_while_it_is_read_ends_in_a_problem(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"in.{suffix}"
+    path.write_bytes(b"".join(map(line, range(50_000))))
+    rows = read(resolve([str(path)]))
+    first = [next(rows) for _ in range(10)]
+    os.truncate(path, len(b"".join(map(line, range(20_000)))))
+    found = [*first, *rows]
+    assert len(found) == 20_001
+    assert not any(row.problem for row in found[:-1])
+    assert str(found[-1].problem).endswith("the file became shorter while it was read")
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(path.read_bytes() + line(9_000))])
+def test_a_file_that_is_removed_or_grows_while_it_is_read_is_read_to_its_end(
+    tmp_path: Path, change: Callable[[Path], Any]
+) -> None:
+    path = _file(tmp_path / "in.jsonl", b"".join(map(line, range(9_000))))
+    rows = read(resolve([str(path)]))
+    next(rows)
+    change(path)
+    found = list(rows)
+    assert len(found) >= 8_999
+    assert not any(row.problem for row in found)
 
 
 @pytest.mark.parametrize("codec", ["gz", "zst"])

@@ -50,9 +50,16 @@ class Source:
             for row in _READERS[self.kind](self):
                 yield row
                 number = row.row + 1
+            self._check_size()
         except Exception as error:  # files, Arrow and the Hub's streams raise what they like
             problem = RowError("read_error", f"{self.name}: can't be read on from here: {one_line(error)}")
             yield Row(self.name, number, self.name, {}, BROKEN_DIGEST, problem)
+
+    def _check_size(self) -> None:
+        """OSError if the file was cut short while it was read: its end was not that of the input."""
+        path = Path(self.name)
+        if self.kind != "dataset" and self.size is not None and path.exists() and path.stat().st_size < self.size:
+            raise OSError("the file became shorter while it was read")
 
     def count(self) -> int | None:
         """The number of rows if it can be told without parsing them; blank lines are counted."""
