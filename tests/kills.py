@@ -17,13 +17,12 @@ import sys
 import tempfile
 import time
 import traceback
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -31,7 +30,6 @@ os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELIS
 import datasets  # noqa: F401 what a job imports is imported here
 import orjson
 import pyarrow.parquet as pq
-import torch
 from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
 import cbatch.engine.start
@@ -41,9 +39,10 @@ from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.rows import parquet  # noqa: F401
 from cbatch.run import FATAL, SOME_FAILED, USAGE
-from tests.tiny import make_config, make_tokenizer
+from tests.chain import ChainRunner, continuation
+from tests.tiny import VOCAB_SIZE, make_config, make_tokenizer
 
-NUM_ROWS, SHARD_ROWS, MAX_TOKENS, EOS, VOCABULARY = 2000, 100, 6, 2, 300
+NUM_ROWS, SHARD_ROWS, MAX_TOKENS, EOS = 2000, 100, 6, 2
 LAYOUTS: list[list[str]] = [
     ["out"],
     ["out", "--format", "parquet"],
@@ -51,31 +50,18 @@ LAYOUTS: list[list[str]] = [
     ["out.jsonl"],
     ["out.parquet", "--ordered"],
 ]
-SECONDS = {"start": 0.1, "rows": 0.8, "end": 0.1}  # about; kills are spread over them
+KILLS = 12  # of one job
+SECONDS = {"start": 0.1, "rows": 0.6, "end": 0.05}  # about; kills are spread over them
 
 
 # The model
 
 
-def next_token(token_ids: Sequence[int]) -> int:
-    """Depends on all tokens before it, so that one that is lost or doubled changes all that follow."""
-    return zlib.crc32(repr(list(token_ids)).encode()) % VOCABULARY
-
-
-class Stub:
-    """In place of cbatch.model.runner.Runner."""
-
-    model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    device, sampled, not_recorded = model.device, (), ""
-
-    def launch(self, batch: Any) -> Any:
-        tokens = [next_token(seq.token_ids) for seq in batch.sampled]
-        return SimpleNamespace(tokens=lambda: tokens)
-
-
 def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any) -> Engine:
-    scheduler = make_scheduler("continuous", BlockPool(40, 8), 256, 32)  # few blocks, so that sequences give way
-    return Engine(Stub(), scheduler, decoder(files.tokenizer), files.eos_token_ids, max_model_len, stats)  # type: ignore[arg-type]
+    """In place of cbatch.engine.start.start_engine."""
+    pool, runner = BlockPool(40, 8), ChainRunner(320, 8, VOCAB_SIZE)  # few blocks, so that sequences give way
+    scheduler = make_scheduler("continuous", pool, 256, 32)
+    return Engine(runner, scheduler, decoder(files.tokenizer), files.eos_token_ids, max_model_len, stats)  # type: ignore[arg-type]
 
 
 cbatch.engine.start.start_engine = start_engine
@@ -101,16 +87,14 @@ def expected() -> list[tuple[Any, ...]]:
     tokenizer, found = make_tokenizer(), []
     decode = decoder(tokenizer)
     for number in range(NUM_ROWS):
-        prompt, kind = row(number)["prompt"], None
+        prompt = row(number)["prompt"]
         if isinstance(prompt, int):
             found.append((row(number), None, "invalid_prompt"))
             continue
         messages = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        made: list[int] = []
-        while len(made) < MAX_TOKENS and (token := next_token(ids + made)) != EOS:
-            made.append(token)
-        found.append((row(number), decode(made), kind))
+        made = continuation(ids, VOCAB_SIZE, lambda made: len(made) == MAX_TOKENS or made[-1:] == [EOS])
+        found.append((row(number), decode(made), None))
     return found
 
 
@@ -280,17 +264,20 @@ def tear(job: Job, rng: random.Random) -> str:
 def kill(job: Job, pid: int, rng: random.Random) -> int | None:
     """Kill a run; its exit code if it ended before that.
 
-    One kill in four comes while it starts; the others come after its first write, anywhere in what is left to do.
+    Some kills come while it starts, most after its first write and anywhere in what is left to do, some when all rows
+    are written.
     """
-    left, size = SECONDS["rows"] * (1 - len(job.done()) / NUM_ROWS) + SECONDS["end"], job.size()
-    starting = rng.random() < 0.25
-    seconds = rng.uniform(0, SECONDS["start"] if starting else left * rng.choice([0.2, 1]))
-    deadline = time.monotonic() + seconds if starting else None
+    size, num_done = job.size(), len(job.done())
+    moment = rng.choices(["start", "rows", "end"], [25, 60, 15])[0]
+    left = SECONDS["rows"] * (1 - num_done / NUM_ROWS) * rng.choice([0.2, 1]) if moment == "rows" else SECONDS[moment]
+    seconds, deadline = rng.uniform(0, left), None
     while deadline is None or time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        if deadline is None and job.size() != size:
+        if deadline is None and (
+            moment == "start" or (job.size() != size if moment == "rows" else len(job.done()) == NUM_ROWS)
+        ):
             deadline = time.monotonic() + seconds
         time.sleep(0.0005)
     os.kill(pid, signal.SIGKILL)
@@ -309,7 +296,7 @@ def kill_and_finish(job: Job, rng: random.Random, most: int, tally: Counter[str]
             break
         kills += 1
         done = job.done()
-        tally["before a row" if done == before else "at the end" if len(done) == NUM_ROWS else "among the rows"] += 1
+        tally["at the end" if len(done) == NUM_ROWS else "before a row" if done == before else "among the rows"] += 1
         if rng.random() < 0.3:
             tally["torn: " + tear(job, rng)] += 1
     job.finish()
@@ -317,14 +304,13 @@ def kill_and_finish(job: Job, rng: random.Random, most: int, tally: Counter[str]
 
 
 def kill_jobs(folder: Path, kills: str, seed: str) -> None:
-    """Kill jobs of all layouts, `kills` times together, and print at which moments."""
-    rng, tally, wanted = random.Random(seed), Counter[str](), int(kills)
-    while tally["kills"] < wanted:
-        for layout in LAYOUTS:
-            job = Job(folder / f"job-{tally['jobs']}", layout)
-            tally["kills"] += kill_and_finish(job, rng, wanted - tally["kills"], tally)
-            tally["jobs"] += 1
-            shutil.rmtree(job.folder)
+    """Kill jobs of all layouts in turn, `kills` times together, and print at which moments."""
+    rng, tally, layouts = random.Random(seed), Counter[str](), cycle(LAYOUTS)
+    while left := int(kills) - tally["kills"]:
+        job = Job(folder / f"job-{tally['jobs']}", next(layouts))
+        tally["kills"] += kill_and_finish(job, rng, min(KILLS, left), tally)
+        tally["jobs"] += 1
+        shutil.rmtree(job.folder)
     print(json.dumps(tally))
 
 
