@@ -127,6 +127,7 @@ class Job:
             os.chdir(self.folder)
             for number, stream in ((0, os.open(os.devnull, os.O_RDONLY)), (1, end), (2, end)):
                 os.dup2(stream, number)
+            sys.stdout = os.fdopen(1, "w", closefd=False)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.largest, self.largest))
             sys.argv = [
                 "cbatch",
@@ -196,10 +197,16 @@ class Job:
 
     def done(self) -> set[int]:
         """The rows of which there is a whole record, published or not."""
-        lines = [line for path in self.growing() for line in path.read_bytes().split(b"\n")[:-1]]
-        return {one["row"] for one in self.records()} | {
-            orjson.loads(line)["row"] for line in lines if line[:1] == b"{"
-        }
+        rows, lines = set[int](), list[bytes]()
+        for path in [*self.growing(), *self.finals()]:
+            try:
+                if path.suffix == ".parquet":
+                    rows |= set(pq.read_table(path, columns=["row"])["row"].to_pylist())
+                else:
+                    lines += path.read_bytes().split(b"\n")[:-1]
+            except FileNotFoundError:  # renamed meanwhile
+                continue
+        return rows | {orjson.loads(line)["row"] for line in lines}
 
     def size(self) -> int:
         """Changes when something is written."""
