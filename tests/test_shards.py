@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cbatch.errors import Fatal
 from cbatch.rows import parquet
@@ -544,3 +546,54 @@ def test_no_kill_while_more_rows_are_added_loses_or_doubles_a_row(source: Source
         whole_run(source, layout, rows=ORDER[:6])
 
     kill_everywhere(prepare, run=lambda: whole_run(source, layout), check=lambda: expect_all(source, layout))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that dies after so many operations, and what happened to its index before the next one starts."""
+
+    operations: int
+    torn: bool
+    retry_failed: bool
+    failing: frozenset[int]
+    shard_rows: int
+    index: str
+
+
+runs = st.builds(
+    Run,
+    operations=st.integers(0, 70),
+    torn=st.booleans(),
+    retry_failed=st.booleans(),
+    failing=st.frozensets(st.integers(0, NUM_ROWS - 1), max_size=4),
+    shard_rows=st.integers(1, 5),
+    index=st.sampled_from(["kept", "kept", "lost", "cut", "of zeros"]),
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(LAYOUTS), st.lists(runs, min_size=1, max_size=6), st.permutations(range(NUM_ROWS)))
+def test_no_series_of_kills_retries_and_lost_indexes_loses_or_doubles_a_row(
+    source: Source, layout: Layout, series: list[Run], order: list[int]
+) -> None:
+    remove_output(source)
+
+    def run(one: Run) -> None:
+        job = Job(source, layout, one.shard_rows)
+        try:
+            job.run(one.retry_failed, tuple(one.failing), tuple(order))
+        finally:
+            job.leave()
+
+    for one in series:
+        with killed(Kill(one.operations, one.torn)):
+            run(one)
+        for path in state_of(source, layout).glob("*.idx"):
+            if one.index == "lost":
+                path.unlink()
+            elif one.index == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            elif one.index == "of zeros":
+                path.write_bytes(bytes(path.stat().st_size))
+    run(Run(0, False, True, frozenset(), 3, "kept"))
+    expect_all(source, layout)

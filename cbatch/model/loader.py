@@ -40,9 +40,12 @@ class ModelFiles:
 
     @property
     def _where(self) -> dict[str, Any]:
+        """What `from_pretrained` is told. Unless it is told not to run a model's code, it asks standard input."""
         if self.path.suffix == ".gguf":
-            return {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
-        return {"pretrained_model_name_or_path": str(self.path)}
+            name = {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
+        else:
+            name = {"pretrained_model_name_or_path": str(self.path)}
+        return {**name, "trust_remote_code": False}
 
     @cached_property
     def config(self) -> Any:
@@ -140,7 +143,7 @@ class ModelFiles:
             if dummy:
                 torch.manual_seed(0)
                 with torch.device(device):
-                    model = AutoModelForCausalLM.from_config(self.config, **settings)
+                    model = AutoModelForCausalLM.from_config(self.config, **settings, trust_remote_code=False)
             else:
                 if self.path.suffix == ".gguf":
                     settings["quantization_config"] = GgufConfig(dequantize=True)

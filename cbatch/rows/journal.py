@@ -94,8 +94,9 @@ class Journal:
             if not path.name.endswith(f"-of-{share.total}") and path != lock:  # of a job that is divided otherwise
                 with path.open("rb") as other:
                     self._try(other.fileno(), fcntl.LOCK_SH)
-        for scratch in self.state.glob(f"*{share.suffix}*.tmp"):  # of a job that was killed
-            scratch.unlink()
+        for scratch in self.state.glob("*.tmp"):  # of a job that was killed
+            if share.suffix in scratch.name:
+                scratch.unlink()
 
     def _try(self, lock: int, kind: int) -> bool:
         """Take a lock; False where the file system has none. UsageError if a live process holds it."""

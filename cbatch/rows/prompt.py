@@ -176,10 +176,10 @@ def template_text(template: str) -> str:
 def compiled_template(template: str) -> Any:
     """The template of --template, or UsageError if it is not one."""
     import jinja2
-    from jinja2.sandbox import SandboxedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     try:
-        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_not_null)
+        environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_not_null)
         return environment.from_string(template_text(template))
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"--template: line {error.lineno}: {error.message}") from None

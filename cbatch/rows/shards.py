@@ -249,7 +249,8 @@ class Shards:
             remembered = remembered[: len(entries)]
             head = entries[: len(remembered)]
             same = (head["row"] == remembered["row"]) & (head["source"] == remembered["source"])
-            head["digest"] = np.where(same, remembered["digest"], UNKNOWN_DIGEST)
+            known = same & (remembered["digest"] != 0)  # where power was lost, a file may end in zeros
+            head["digest"] = np.where(known, remembered["digest"], UNKNOWN_DIGEST)
         return entries
 
     def _drop_failed_of_final(self, part: Part, path: Path) -> None:

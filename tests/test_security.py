@@ -1,0 +1,184 @@
+"""Models, rows and templates come from strangers: none of them runs code, leaves the output folder or calls home."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbatch.config import PromptConfig
+from cbatch.errors import Fatal, RowError
+from cbatch.model.loader import locate
+from cbatch.rows.prompt import PromptBuilder
+from cbatch.rows.request import Row, SamplingParams
+from cbatch.run import OK, USAGE
+from tests.tiny import make_tokenizer, save_model
+
+ROOT = Path(__file__).parent.parent
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch escaped') }}",
+    "{{ lipsum.__globals__['os'].popen('touch escaped').read() }}",
+    "{{ ''|attr('__class__') }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(self) }}",
+    "{{ '{x.__class__}'.format_map({'x': 1}) }}",
+    "{% set f = namespace().__init__ %}{{ f.__globals__ }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}{{ os }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update(role='system') }}",
+]
+
+
+@pytest.fixture(autouse=True)
+def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def row() -> Row:
+    return Row("in", 0, "in:1", {"messages": [{"role": "user", "content": "x"}]}, 9)
+
+
+def builder(template: str | None = None, chat_template: str | None = None) -> PromptBuilder:
+    tokenizer = make_tokenizer(chat_template) if chat_template else make_tokenizer()
+    return PromptBuilder(PromptConfig(template=template), SamplingParams(seed=0), tokenizer, 512, 300)
+
+
+# Templates
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+@pytest.mark.parametrize("whose", ["the user's", "the model's"])
+def test_no_template_leaves_its_sandbox(template: str, whose: str) -> None:
+    build, one = builder(template) if whose == "the user's" else builder(chat_template=template), row()
+    with pytest.raises(RowError) as refused:
+        build(one)
+    assert refused.value.kind in ("template_error", "empty_prompt")  # the model's may show nothing instead
+    assert not Path("escaped").exists()
+    assert one == row()
+
+
+def test_what_stands_in_a_row_is_never_a_template() -> None:
+    text = "{{ 7 * 7 }}{% for x in y %}" + "".join(ESCAPES)
+    one = Row("in", 0, "in:1", {"prompt": text}, 9)
+    tokenizer = make_tokenizer()
+    assert text in tokenizer.decode(builder()(one).token_ids)
+    assert text in tokenizer.decode(builder("{{ prompt }}")(one).token_ids)
+
+
+# Models
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The questions asked on standard input, where somebody says yes to all."""
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+    return questions
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+CODE = "from pathlib import Path\nPath('ran').touch()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M"
+CODE += "\nfrom transformers import PreTrainedTokenizerFast as T\n"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "unheard_of"])
+@pytest.mark.parametrize("dummy", [False, True])
+def test_code_of_a_model_is_never_run_nor_is_anybody_asked(asked: list[str], model_type: str, dummy: bool) -> None:
+    folder = save_model(Path("model"))
+    (folder / "code.py").write_text(CODE)
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+    edit(folder / "config.json", auto_map=names, model_type=model_type)
+    known = model_type == "llama"
+    edit(folder / "tokenizer_config.json", auto_map=names, **({} if known else {"tokenizer_class": "T"}))
+    files = locate("model")
+    for part in (lambda: files.config, lambda: files.tokenizer, lambda: files.load("float32", "cpu", dummy)):
+        with nullcontext() if known else pytest.raises(Fatal, match="custom code"):
+            part()
+    assert not Path("ran").exists()
+    assert asked == []
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("exploded"),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt", "model.safetensors"])
+def test_pickled_weights_are_never_read(name: str) -> None:
+    folder = save_model(Path("model"))
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(Fatal, match="can't load the weights"):
+        locate("model").load("float32", "cpu", False)
+    assert not Path("exploded").exists()
+
+
+# The network
+
+
+LISTEN = """
+import socket
+def refuse(*args, **_):
+    open("connected", "a").write(repr(args) + chr(10))
+    raise OSError("this test has no network")
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from cbatch.cli import main
+main()
+"""
+
+
+def without_network(*args: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command that finds no network and writes a file `connected` if it looks for one."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-c", LISTEN, *map(str, args)],
+        env={**env, "PYTHONPATH": str(ROOT), "HF_HOME": str(Path("home").absolute()), **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
+    ids = ["../../out", "/etc/passwd", "a/../b", "..", "C:\\x", "a\x00b", "~"]
+    Path("in.jsonl").write_text("".join(json.dumps({"id": one, "custom_id": one, "prompt": "x"}) + "\n" for one in ids))
+    args = ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--max-tokens", 2, "--threads", 1]
+    ended = without_network(*args, CBATCH_CACHE=str(Path("cache").absolute()))
+    assert ended.returncode == OK, ended.stderr
+    assert not Path("connected").exists()
+    records = [json.loads(line) for line in Path("out/part-00000.jsonl").read_bytes().splitlines()]
+    assert sorted(one["id"] for one in records) == sorted(ids)
+    state = {"lock", "manifest.json", "summary.json", "part-00000.idx"}
+    assert {str(path) for path in Path("out").rglob("*") if path.is_file()} == {
+        "out/part-00000.jsonl",
+        *(f"out/.cbatch/{name}" for name in state),
+    }
+    assert {path.name for path in Path().iterdir()} <= {"in.jsonl", "out", "cache", "home"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["in.jsonl", "-m", "somebody/model"],
+        ["hf://somebody/rows", "-m", "MODEL"],
+    ],
+)
+def test_offline_means_that_nothing_is_looked_for(tiny_model: Path, args: list[str]) -> None:
+    Path("in.jsonl").write_text('{"prompt": "x"}\n')
+    args = [str(tiny_model) if one == "MODEL" else one for one in args]
+    ended = without_network("run", *args, "-o", "out", "--progress", "none", HF_HUB_OFFLINE="1")
+    assert ended.returncode == USAGE
+    assert ended.stderr.startswith("cbatch: ")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not Path("connected").exists()
