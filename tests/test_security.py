@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
 import subprocess
 import sys
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +158,7 @@ def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
     ids = ["../../out", "/etc/passwd", "a/../b", "..", "C:\\x", "a\x00b", "~"]
     Path("in.jsonl").write_text("".join(json.dumps({"id": one, "custom_id": one, "prompt": "x"}) + "\n" for one in ids))
     args = ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--max-tokens", 2, "--threads", 1]
-    ended = without_network(*args, CBATCH_CACHE=str(Path("cache").absolute()))
+    ended = without_network(*args)
     assert ended.returncode == OK, ended.stderr
     assert not Path("connected").exists()
     records = [json.loads(line) for line in Path("out/part-00000.jsonl").read_bytes().splitlines()]
@@ -164,7 +168,7 @@ def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
         "out/part-00000.jsonl",
         *(f"out/.cbatch/{name}" for name in state),
     }
-    assert {path.name for path in Path().iterdir()} <= {"in.jsonl", "out", "cache", "home"}
+    assert {path.name for path in Path().iterdir()} <= {"in.jsonl", "out", "home"}
 
 
 @pytest.mark.parametrize(
@@ -182,3 +186,70 @@ def test_offline_means_that_nothing_is_looked_for(tiny_model: Path, args: list[s
     assert ended.stderr.startswith("cbatch: ")
     assert len(ended.stderr.splitlines()) == 1
     assert not Path("connected").exists()
+
+
+@contextmanager
+def hub(folder: Path, also: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """A Hub that has one repository, somebody/model: its address, and the names of the files that were asked for."""
+    content = {path.name: path.read_bytes() for path in folder.iterdir()} | dict.fromkeys(also, pickle.dumps(Bomb()))
+    asked_for: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, _, name = self.path.partition(f"/resolve/{COMMIT}/")
+            if name:
+                asked_for.append(name)
+                body = content.get(name, b"")
+            elif "/tree/" in path:
+                files = [
+                    {"type": "file", "path": name, "size": len(one), "oid": etag(one)} for name, one in content.items()
+                ]
+                body = json.dumps(files).encode()
+            else:
+                body = json.dumps(
+                    {"id": "somebody/model", "sha": COMMIT, "siblings": [{"rfilename": n} for n in content]}
+                ).encode()
+            self.send_response(200)
+            for header, value in (
+                ("Content-Length", len(body)),
+                ("ETag", f'"{etag(body)}"'),
+                ("X-Repo-Commit", COMMIT),
+            ):
+                self.send_header(header, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked_for
+        finally:
+            server.shutdown()
+
+
+COMMIT = "0123456789" * 4
+
+
+def etag(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+def test_of_a_repository_only_what_can_not_run_is_fetched_and_only_once(
+    tiny_model: Path, cbatch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    Path("in.jsonl").write_text('{"prompt": "x"}\n')
+    args = ["run", "in.jsonl", "-m", "somebody/model", "--max-tokens", 1, "--threads", 1]
+    bombs = ["pytorch_model.bin", "model.pt", "consolidated.pth", "modeling.py", "tokenizer.pkl", "training_args.bin"]
+    with hub(tiny_model, bombs) as (address, asked_for):
+        home = {"HF_HOME": str(Path("home").absolute()), "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
+        ended = cbatch(*args, "-o", "out", HF_HUB_OFFLINE="0", **home)
+        assert ended.returncode == OK, ended.stderr
+        assert set(asked_for) == {path.name for path in tiny_model.iterdir()}
+        asked_for.clear()
+        assert cbatch(*args, "-o", "again", HF_HUB_OFFLINE="1", **home).returncode == OK
+        assert asked_for == []
