@@ -18,11 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
 from cbatch.errors import UsageError
-from cbatch.rows.request import SamplingParams
-from cbatch.run import OK, SOME_FAILED, run
+from cbatch.run import OK, SOME_FAILED
 from tests.conftest import Cbatch
+from tests.drive import run_job
 from tests.tiny import TEMPLATE, generate, make_config, make_model, make_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -291,10 +290,7 @@ def no_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_here(model: Path, output: Path, *inputs: Path) -> int:
-    """A job in this process."""
-    engine, prompt = EngineConfig(str(model), threads=1), PromptConfig()
-    sampling, out = SamplingParams(max_tokens=MAX_TOKENS), OutputConfig(str(output))
-    return run(RunConfig(InputConfig(tuple(map(str, inputs))), prompt, sampling, engine, out, DisplayConfig("none")))
+    return run_job(*inputs, model=str(model), output=str(output), max_tokens=MAX_TOKENS)
 
 
 class Expected:
