@@ -336,7 +336,7 @@ def expect_words(job: Job, codes: Sequence[int], words: str) -> None:
 
 def limit_files(folder: Path) -> None:
     """A limit to the size of files (RLIMIT_FSIZE) that is raised bit by bit."""
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(LAYOUTS[::2]):
         job = Job(folder / str(number), layout)
         for job.largest in (0, 300, 3000, 17_000, 60_000):
             expect_words(job, (FATAL, USAGE, SOME_FAILED), "File too large")
@@ -392,7 +392,18 @@ def lose_input(folder: Path) -> None:
         job.check_end()
 
 
+def race(folder: Path) -> None:
+    """Several runs of one command that start at the same time."""
+    for number, layout in enumerate(LAYOUTS[::4]):
+        runs = [Job(folder / str(number), layout) for _ in range(4)]
+        pids = [job.start() for job in runs]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        assert sorted(codes) == [USAGE, USAGE, USAGE, SOME_FAILED]
+        assert sum("another cbatch job is writing there" in job.said() for job in runs) == 3
+        runs[0].check_end()
+
+
 if __name__ == "__main__":
-    what = {"kill": kill_jobs, "limit": limit_files, "fill": fill_disk, "lose": lose_input}[sys.argv[1]]
+    what = {"kill": kill_jobs, "limit": limit_files, "fill": fill_disk, "lose": lose_input, "race": race}[sys.argv[1]]
     with tempfile.TemporaryDirectory() as scratch:
         what(Path(scratch), *sys.argv[2:])  # type: ignore[operator]

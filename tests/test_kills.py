@@ -42,3 +42,7 @@ def test_a_full_and_a_read_only_disk_end_the_job_in_words_and_it_goes_on_once_th
 
 def test_a_lost_input_changes_nothing_and_the_job_goes_on_once_it_is_back() -> None:
     provoke("lose")
+
+
+def test_of_runs_that_start_at_once_one_writes_and_the_others_are_refused() -> None:
+    provoke("race")
