@@ -233,8 +233,7 @@ class Job:
         )
         if engine.capacity < engine.max_model_len:
             text += f", so no row can be longer, though the context is {engine.max_model_len:,}"
-        if engine.runner.not_recorded:
-            text += f"; without CUDA graphs: {engine.runner.not_recorded}"
+        text += "".join(f"; {note}" for note in engine.runner.notes)
         if not engine.eos_token_ids:
             text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
         return text

@@ -33,7 +33,7 @@ def continuation(token_ids: Sequence[int], vocabulary: int, ended: Callable[[lis
 class ChainRunner:
     """In place of cbatch.model.runner.Runner."""
 
-    not_recorded = ""
+    notes = ()
 
     def __init__(self, num_slots: int, block_size: int, vocabulary: int) -> None:
         self.device = torch.device("cpu")

@@ -302,7 +302,7 @@ def build(
     cache = KVCache(layers, num_blocks, 32, model.dtype, check.device)
     runner = Runner(model, cache, ())
     if graphs and not check.dry and not runner.record(budget, seqs, -(-longest // 32), longest):
-        raise AssertionError(f"CUDA graphs can't be recorded: {runner.not_recorded}")
+        raise AssertionError(f"{runner.notes[-1]}")
     scheduler = make_scheduler("continuous", BlockPool(num_blocks, 32), budget, seqs)
     stats = RunStats(cost=model_cost(model, sum(layer.bytes_per_token(model.dtype) for layer in layers.values())))
     return Engine(runner, scheduler, lambda ids: str(len(ids)), frozenset(), longest, stats, depth)

@@ -31,6 +31,8 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     """Load the model, allocate the KV cache and put the engine together."""
     torch.set_num_threads(parallelism(config.threads))
     device = resolve_device(config.device)
+    if config.quantization and (device != "cpu" or not ops.has_kernels(torch.device(device))):
+        raise UsageError(f"--quantization {config.quantization}: {ops.without_native or 'runs on a CPU only'}")
     model = files.load(config.dtype, device, dummy=config.load_format == "dummy")
     max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS[model.device.type]
     budget = config.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[model.device.type]
@@ -63,6 +65,8 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         return text
 
     eos, runner, depth = files.eos_token_ids, Runner(model, cache, sorted(files.eos_token_ids)), 0
+    if model.device.type == "cpu" and ops.without_native:
+        runner.notes.append(f"without C kernels, which makes it slower: {ops.without_native}")
     if model.device.type == "cuda":
         depth = 1
         if config.cuda_graphs == "on" and all(

@@ -43,7 +43,7 @@ class Runner:
     def __init__(self, model: Any, kv_cache: KVCache, eos_token_ids: Iterable[int]) -> None:
         self.model, self.kv_cache, self.eos_token_ids = model, kv_cache, tuple(eos_token_ids)
         self._run = self.forward
-        self.not_recorded = ""  # why not, if CUDA graphs were wanted
+        self.notes: list[str] = []  # what it does without, and why; for the user
         self.sampled: tuple[Sequence, ...] = ()  # by the last step, whose tokens are still on the device
         self._last_tokens = torch.zeros(0, dtype=torch.int64)
 
@@ -63,7 +63,7 @@ class Runner:
             graphs.run(nothing(self.device))
         except Exception as error:  # such as a wait for the device
             torch.cuda.synchronize(self.device)
-            self.not_recorded = (str(error).splitlines() or [type(error).__name__])[0]
+            self.notes.append(f"without CUDA graphs: {(str(error).splitlines() or [type(error).__name__])[0]}")
             return False
         self._run = graphs.run
         return True
