@@ -83,7 +83,8 @@ INLINE void wide_tile_of(const char *x, int64_t x_stride, const char *w, int64_t
     }
 }
 
-#define TILE_CASE(n, type) case n: if (n <= ROWS) tile_of(x, x_stride, w, w_stride, w_second, ahead, units, out, n, type); break;
+#define TILE_CASE(n, type) \
+    case n: if (n <= ROWS) tile_of(x, x_stride, w, w_stride, w_second, ahead, units, out, n, type); break;
 #define DEFINE_TILE(name, type) \
     static void name(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t w_second, int64_t ahead, \
                      int64_t units, vi (*out)[2], int64_t rows) { \
@@ -93,7 +94,8 @@ INLINE void wide_tile_of(const char *x, int64_t x_stride, const char *w, int64_t
             TILE_CASE(11, type) TILE_CASE(12, type) \
         } \
     }
-#define WIDE_CASE(n, type) case n: if (n <= ROWS / 2) wide_tile_of(x, x_stride, w, w_stride, w_pair, units, out, n, type); break;
+#define WIDE_CASE(n, type) \
+    case n: if (n <= ROWS / 2) wide_tile_of(x, x_stride, w, w_stride, w_pair, units, out, n, type); break;
 #define DEFINE_WIDE_TILE(name, type) \
     static void name(const void *x, int64_t x_stride, const void *w, int64_t w_stride, int64_t w_pair, int64_t units, \
                      vi (*out)[2], int64_t rows) { \
