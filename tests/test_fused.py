@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import transformers
 import tests.interpreter  # noqa: F401
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
-from cbatch.model.fused import substitute
+from cbatch.model.fused import is_quantized, substitute
+from cbatch.rows.request import Request
 from tests.drive import make_engine, make_request, run
 from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
 
@@ -94,3 +96,36 @@ def test_merged_weights_are_not_kept_twice() -> None:
     before = sum(weight.numel() for weight in model.parameters())
     substitute(model, layer_shapes(model), 4)
     assert sum(weight.numel() for weight in model.parameters()) == before
+
+
+def shared_beginnings() -> list[Request]:
+    """Prompts that share up to three blocks of 32 tokens, too many for the caches below."""
+    rng = random.Random(5)
+    beginning = [rng.randrange(3, VOCAB_SIZE) for _ in range(100)]
+    prompts = [beginning[:length] + [rng.randrange(3, VOCAB_SIZE) for _ in range(7)] for length in (100, 64, 90, 33, 3)]
+    return [make_request(n, prompt, max_tokens=50) for n, prompt in enumerate(prompts * 2)]
+
+
+def test_preempted_and_shared_blocks_of_the_c_kernels_hold_what_transformers_computes() -> None:
+    model, own = (make_model(make_config(head_dim=16), kind) for kind in ("cbatch", "eager"))
+    substitute(model, layer_shapes(model), 32)
+    engine, requests = make_engine(model, num_blocks=13, block_size=32, budget=45), shared_beginnings()
+    for one, done in zip(requests, run(engine, requests), strict=True):
+        assert list(done.token_ids) == generate(own, one.token_ids, 50)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
+def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(dtype: torch.dtype, int8: bool) -> None:
+    model = make_model(make_config(head_dim=16), "cbatch").to(dtype)
+    counts = substitute(model, layer_shapes(model), 32, int8)
+    assert counts.items() >= {"RMSNorm": 5, "Attention": 2, "MLP": 2, "DecoderLayer": 2}.items()
+    assert is_quantized(model) == int8
+    if dtype == torch.bfloat16 and "Linear" not in counts:
+        pytest.skip("torch's own product, which this CPU does in float32")
+    requests, outcomes = shared_beginnings(), []
+    for num_blocks, budget, most in ((99, 999, 10), (13, 45, 10), (99, 7, 1)):
+        engine = make_engine(model, num_blocks=num_blocks, block_size=32, budget=budget, max_num_seqs=most)
+        outcomes.append([done.token_ids for done in run(engine, requests)])
+    assert outcomes[1:] == outcomes[:1] * 2

@@ -9,6 +9,8 @@ import transformers as hf
 from cbatch.config import EngineConfig
 from cbatch.engine.start import model_cost, start_engine
 from cbatch.errors import UsageError
+from cbatch.model import ops
+from cbatch.model.fused import is_quantized
 from cbatch.model.loader import locate
 from cbatch.watch.stats import RunStats
 from tests.drive import make_request, run
@@ -50,6 +52,16 @@ def test_blocks_are_as_many_as_fit_but_no_more_than_can_be_used(tiny_model: Path
 def test_no_room_for_a_single_block_is_refused_with_what_to_change(tiny_model: Path) -> None:
     with pytest.raises(UsageError, match=r"--kv-cache-memory and --block-size"):
         started(tiny_model, kv_cache_memory=0.0)
+
+
+def test_quantization_is_not_left_out_in_silence(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_quantized(started(tiny_model, quantization="int8").runner.model)
+    with pytest.raises(UsageError, match=r"--quantization int8: nothing is quantized: .* in torch.float16"):
+        started(tiny_model, quantization="int8", dtype="float16")
+    monkeypatch.setattr(ops, "_library", lambda: None)
+    monkeypatch.setattr(ops, "without_native", "no C compiler")
+    with pytest.raises(UsageError, match="no C compiler"):
+        started(tiny_model, quantization="int8")
 
 
 def test_settings_reach_the_scheduler(tiny_model: Path) -> None:

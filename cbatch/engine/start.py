@@ -13,7 +13,7 @@ from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.errors import UsageError
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
-from cbatch.model.fused import substitute
+from cbatch.model.fused import is_quantized, substitute
 from cbatch.model.kv_cache import KVCache, available_memory, count_blocks
 from cbatch.model.loader import parallelism, resolve_block_size, resolve_device
 from cbatch.model.runner import Runner
@@ -44,6 +44,9 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     block_size = resolve_block_size(config.block_size, model.device.type)
     if ops.has_kernels(model.device):
         substitute(model, layers, block_size, int8=config.quantization == "int8")
+    if config.quantization == "int8" and not is_quantized(model):
+        reason = ops.without_native or f"no layer of this model can be, on {model.device.type} in {model.dtype}"
+        raise UsageError(f"--quantization int8: nothing is quantized: {reason}")
     num_blocks = count_blocks(
         bytes_per_token * block_size,
         config.kv_cache_memory,

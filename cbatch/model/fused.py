@@ -44,7 +44,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         packed = ops.pack(weight, bias, gate, int8)
-        self.is_packed, self.bias, self.gate = packed is not None, bias, gate
+        self.is_packed, self.is_quantized = packed is not None, packed is not None and int8
+        self.bias, self.gate = bias, gate
         self.weight = nn.Parameter(weight, requires_grad=False) if packed is None else packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -178,6 +179,11 @@ def substitute(model: Any, layers: Mapping[int, LayerShape], block_size: int, in
 
     replace(model)
     return dict(counts)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether any weights are int8 now."""
+    return any(isinstance(module, Linear) and module.is_quantized for module in model.modules())
 
 
 def _packed(module: Any, int8: bool) -> Any:
