@@ -250,7 +250,9 @@ class Library:
 
     def decoder_layer(self, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
         """x [..., width] -> the output of the layer, of the same shape; its keys and values are stored."""
-        rows = _matrix(x)
+        rows = _matrix(x).contiguous()
+        assert x.dtype == k_cache.dtype == layer.dtype
+        assert rows.shape == (step.num_tokens, layer.width)
         out = torch.empty(rows.shape, dtype=x.dtype)
         scratch = torch.empty(len(rows) * layer.scratch_bytes, dtype=torch.uint8)
         attention = layer.call.attention
@@ -259,9 +261,7 @@ class Library:
             v_cache.data_ptr(),
             k_cache.shape[1],
         )
-        self._c.decoder_layer(
-            layer.address, step.address, rows.contiguous().data_ptr(), out.data_ptr(), scratch.data_ptr()
-        )
+        self._c.decoder_layer(layer.address, step.address, rows.data_ptr(), out.data_ptr(), scratch.data_ptr())
         return out.view(x.shape)
 
 
@@ -275,14 +275,16 @@ class Step:
         cos, sin = (one.to(dtype).contiguous() for one in angles)
         self._kept = slot_mapping, *where, cos, sin
         self._call = _step(where)
-        self._call.slots, self._call.num_tokens = slot_mapping.data_ptr(), len(slot_mapping)
+        self.num_tokens = len(slot_mapping)
+        self._call.slots, self._call.num_tokens = slot_mapping.data_ptr(), self.num_tokens
         self._call.cos, self._call.sin, self._call.rotary = cos.data_ptr(), sin.data_ptr(), cos.shape[1]
         self.address = ctypes.addressof(self._call)
 
 
 class Layer:
-    """A decoder layer whose weights are packed. `products`: qkv, output, gate and up, down; `norms`: (weight, epsilon, offset) before the attention and before the
-    MLP; `head_norms` as in `store_kv`; `settings`: scale, window, softcap."""
+    """A decoder layer whose weights are packed. `products`: qkv, output, gate and up, down; `norms`: (weight, epsilon,
+    offset) before the attention and before the MLP; `head_norms` as in `store_kv`; `settings`: scale, window, softcap.
+    All norms have one dtype, that of the activations and of the KV cache."""
 
     def __init__(
         self,
@@ -295,6 +297,8 @@ class Layer:
         (weight1, eps1, offset1), (weight2, eps2, offset2) = norms
         dtype, width, (num_heads, kv_heads, size) = weight1.dtype, len(weight1), heads
         q_weight, k_weight, eps, offset = head_norms
+        assert all(one is None or one.dtype == dtype for one in (weight2, q_weight, k_weight))
+        self.dtype, self.width = dtype, width
         scale, window, softcap = settings
         attention = _Attention(
             heads=num_heads, kv_heads=kv_heads, k_size=size, v_size=size, is_bf16=dtype == torch.bfloat16,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -14,7 +14,7 @@ from cbatch.config import RunConfig
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.model.attention import NAME, layer_shapes
-from cbatch.model.kv_cache import KVCache
+from cbatch.model.kv_cache import KVCache, LayerShape
 from cbatch.model.runner import Runner
 from cbatch.rows.request import Completion, Request, Row, SamplingParams
 from tests.tiny import make_model
@@ -57,12 +57,14 @@ def make_engine(
     fill: float | None = float("nan"),
     eos: Iterable[int] = (),
     decode: Any = spell,
+    layers: Mapping[int, LayerShape] | None = None,
 ) -> Engine:
     """An engine whose KV cache holds `fill` wherever nothing has been stored yet.
 
-    It expects nothing of its sequences, so where blocks are few it runs out of them.
+    It expects nothing of its sequences, so where blocks are few it runs out of them. `layers`: of a model whose modules
+    have been replaced.
     """
-    layers = layer_shapes(model)
+    layers = layers or layer_shapes(model)
     cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
     for tensor in [*cache.k.values(), *cache.v.values()] if fill is not None else []:
         tensor.fill_(fill)

@@ -12,7 +12,9 @@ import transformers
 import tests.interpreter  # noqa: F401
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
+from cbatch.model.batch import single
 from cbatch.model.fused import is_quantized, substitute
+from cbatch.model.kv_cache import KVCache
 from cbatch.rows.request import Request
 from tests.drive import make_engine, make_request, run
 from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
@@ -98,6 +100,32 @@ def test_merged_weights_are_not_kept_twice() -> None:
     assert sum(weight.numel() for weight in model.parameters()) == before
 
 
+@pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
+def test_a_layer_in_one_call_computes_what_its_parts_do(kind: str, dtype: torch.dtype, int8: bool) -> None:
+    config = make_config(getattr(transformers, kind), head_dim=16, sliding_window=30, intermediate_size=80)
+    model = make_model(config, "cbatch").to(dtype)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:  # norms and biases, which are ones and zeros
+            weight.data.normal_(1 if "norm" in name else 0, 0.3)
+    layers = layer_shapes(model)
+    substitute(model, layers, 32, int8)
+    layer, caches = model.model.layers[0], [KVCache({0: layers[0]}, 3, 32, dtype, model.device) for _ in range(2)]
+    if layer.compiled is None and not int8:
+        pytest.skip("torch's own product, which this CPU does in float32")
+    both = layer.compiled, None
+    assert both[0] is not None
+    for first, stop in ((0, 37), (37, 38), (38, 75)):
+        batch, outs = single(first, stop, 3, 32, model.device), []
+        x = torch.randn(1, stop - first, 2 * config.hidden_size).to(dtype)[..., : config.hidden_size]
+        angles = model.model.rotary_emb(x, batch.positions[None])
+        for layer.compiled, cache in zip(both, caches, strict=True):
+            outs.append(layer(x, position_embeddings=angles, batch=batch, kv_cache=cache))
+        assert torch.equal(*outs)
+    assert torch.equal(caches[0].k[0], caches[1].k[0])
+    assert torch.equal(caches[0].v[0], caches[1].v[0])
+
+
 def shared_beginnings() -> list[Request]:
     """Prompts that share up to three blocks of 32 tokens, too many for the caches below."""
     rng = random.Random(5)
@@ -119,13 +147,14 @@ def test_preempted_and_shared_blocks_of_the_c_kernels_hold_what_transformers_com
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
 def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(dtype: torch.dtype, int8: bool) -> None:
     model = make_model(make_config(head_dim=16), "cbatch").to(dtype)
-    counts = substitute(model, layer_shapes(model), 32, int8)
+    layers = layer_shapes(model)
+    counts = substitute(model, layers, 32, int8)
     assert counts.items() >= {"RMSNorm": 5, "Attention": 2, "MLP": 2, "DecoderLayer": 2}.items()
     assert is_quantized(model) == int8
     if dtype == torch.bfloat16 and "Linear" not in counts:
         pytest.skip("torch's own product, which this CPU does in float32")
     requests, outcomes = shared_beginnings(), []
     for num_blocks, budget, most in ((99, 999, 10), (13, 45, 10), (99, 7, 1)):
-        engine = make_engine(model, num_blocks=num_blocks, block_size=32, budget=budget, max_num_seqs=most)
+        engine = make_engine(model, num_blocks, 32, budget, most, layers=layers)
         outcomes.append([done.token_ids for done in run(engine, requests)])
     assert outcomes[1:] == outcomes[:1] * 2

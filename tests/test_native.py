@@ -462,7 +462,7 @@ def why_not(folder: Path) -> str:
 def test_without_a_compiler_the_text_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
-    assert why_not(tmp_path) == "no C compiler (cc, gcc or clang)"
+    assert why_not(tmp_path) == "no C compiler (gcc, cc or clang)"
 
 
 @pytest.mark.parametrize(

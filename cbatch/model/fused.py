@@ -148,6 +148,9 @@ class DecoderLayer(nn.Module):
         products: list[Any] = [a.qkv, a.o_proj, mlp.gate_up, mlp.down]
         if not all(isinstance(one, Linear) and one.is_packed for one in products):
             return None
+        weights = [*(norm.weight for norm in norms), a.q_weight, a.k_weight]
+        if len({weight.dtype for weight in weights if weight is not None}) > 1:
+            return None
         return native.Layer(
             products=[one.weight for one in products],
             norms=[(norm.weight, norm.eps, norm.weight_offset) for norm in norms],
