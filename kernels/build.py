@@ -31,9 +31,9 @@ def load(folder: Path, cpu: str = "native") -> ctypes.CDLL:
 
     `cpu`: what the compiler may use, as its -march names it; by default all that this CPU has.
     """
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "cc", "clang")))), None)
+    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "cc")))), None)
     if compiler is None:
-        raise Unavailable("no C compiler (gcc, cc or clang)")
+        raise Unavailable("no C compiler (gcc or cc)")
     sources = sorted(_SOURCES.glob("*.[ch]"))
     if not sources:
         raise Unavailable(f"their source is not in {_SOURCES}")

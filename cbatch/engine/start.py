@@ -45,8 +45,7 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     if ops.has_kernels(model.device):
         substitute(model, layers, block_size, int8=config.quantization == "int8")
     if config.quantization == "int8" and not is_quantized(model):
-        reason = ops.without_native or f"no layer of this model can be, on {model.device.type} in {model.dtype}"
-        raise UsageError(f"--quantization int8: nothing is quantized: {reason}")
+        raise UsageError(f"--quantization int8: no layer of this model can be quantized in {model.dtype}")
     num_blocks = count_blocks(
         bytes_per_token * block_size,
         config.kv_cache_memory,
