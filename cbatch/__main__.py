@@ -1,3 +1,26 @@
+"""The `cbatch` command, and `python -m cbatch`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
 from cbatch.cli import main
 
-main()
+
+def run() -> None:
+    """Run the command, and exit without unloading libraries: everything is written, and torch takes most of a second."""
+    try:
+        main()
+    except SystemExit as end:
+        if "torch" not in sys.modules:
+            raise
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with suppress(OSError, ValueError):  # closed, or nobody reads it any more; the exit code says so
+                stream.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+
+
+if __name__ == "__main__":
+    run()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import io
-import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
@@ -61,20 +59,7 @@ def main() -> None:
     except Fatal as error:
         from cbatch.run import fatal
 
-        _leave(fatal(error))
-    except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
-
-
-def _leave(code: int) -> None:
-    """Exit without unloading libraries: everything is written, and torch takes most of a second for that."""
-    if "torch" not in sys.modules:
-        sys.exit(code)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it any more; the run has said so in its code
-            if stream:
-                stream.flush()
-    os._exit(code)
+        sys.exit(fatal(error))
 
 
 def _show_version(wanted: bool) -> None:
