@@ -14,7 +14,7 @@ def run() -> None:
     try:
         main()
     except SystemExit as end:
-        if "torch" not in sys.modules:
+        if "torch" not in sys.modules or isinstance(end.code, str):
             raise
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with suppress(OSError, ValueError):  # closed, or nobody reads it any more; the exit code says so
