@@ -85,15 +85,17 @@ def _memory_lines(
     engine: EngineConfig, model_config: Any, lengths: Counter[int], max_tokens: int, longest: int
 ) -> Iterator[str]:
     """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
-    from cbatch.model.kv_cache import count_blocks, free_memory
+    import torch
+
+    from cbatch.model.kv_cache import LayerShape, cache_dtype, count_blocks, free_memory
     from cbatch.model.loader import resolve_block_size, resolve_device, resolve_dtype
 
     text, device = model_config.get_text_config(), resolve_device(engine.device)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    itemsize = resolve_dtype(engine.dtype, device, model_config).itemsize
     block_size = resolve_block_size(engine.block_size, device.split(":")[0])
-    block_bytes = 2 * text.num_hidden_layers * heads * size * itemsize * block_size
+    dtype = cache_dtype(engine, torch.device(device), resolve_dtype(engine.dtype, device, model_config), block_size, [])
+    block_bytes = text.num_hidden_layers * LayerShape(heads, size, size, 0).bytes_per_token(dtype) * block_size
     fit = count_blocks(
         block_bytes,
         engine.kv_cache_memory,

@@ -90,13 +90,19 @@ class EngineConfig(Checked):
     model: str = option("smollm2-135m", "Folder, GGUF file, Hub id, or smollm2-135m.", flags="--model/-m")
     dtype: str = option(
         "auto",
-        "Precision of weights and KV cache. auto: as the checkpoint says, if the device computes it fast.",
+        "Precision of weights and activations. auto: as the checkpoint says, if the device computes it fast.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     quantization: str | None = option(
         None,
         "int8: weights of all layers, and what they are multiplied by, as 8-bit integers. On a CPU.",
         choices=("int8",),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Precision of the KV cache. auto: that of the model. Half the memory and fewer bytes to read: int8 on a CPU, fp8 "
+        "(e4m3) on a GPU.",
+        choices=("auto", "int8", "fp8"),
     )
     device: str = option("auto", "Where to run: auto, cpu or cuda (or cuda:N).")
     load_format: str = option("auto", "dummy: random weights, to measure speed only.", choices=("auto", "dummy"))

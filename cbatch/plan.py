@@ -133,5 +133,7 @@ def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sourc
         "inputs": [source.name for source in sources],
         "input sizes": [source.size for source in sources],
         "dtype": str(dtype).removeprefix("torch."),
+        "quantization": engine.quantization,
+        "kv_cache_dtype": engine.kv_cache_dtype,
         "load_format": engine.load_format,
     }

@@ -21,7 +21,8 @@ from torch.nn import functional
 from cbatch.kernels import build
 
 _PANEL, _LANES = 32, 16
-_MOST_INT8 = 1 << 16  # products of bytes, 255 * 127 at most, that 32 bits hold the sum of
+MOST_INT8 = 1 << 16  # products of bytes, 255 * 127 at most, that 32 bits hold the sum of
+_SCALE_BYTES = 4  # of a token's keys, or values, in a cache of int8
 _DTYPES = torch.bfloat16, torch.float32
 _GATES = {None: 0, "silu": 1, "gelu": 2}
 _ADDRESS, _WORD, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -48,7 +49,7 @@ class _Step(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_ = _fields(
         addresses=(_ADDRESS, "step query key value k_cache v_cache out q_weight k_weight"),
-        words=(_WORD, "heads kv_heads k_size v_size block_size q_stride k_stride v_stride window is_bf16"),
+        words=(_WORD, "heads kv_heads k_size v_size block_size q_stride k_stride v_stride window is_bf16 is_int8"),
         floats=(_FLOAT, "scale softcap eps weight_offset"),
     )
 
@@ -140,7 +141,7 @@ class Library:
         """Whether `pack` takes these weights [n, k], and `linear` is fast with them."""
         n, k = weight.shape
         fast = int8 or (weight.dtype == torch.bfloat16 and self._multiplies_bf16)
-        summable = not int8 or k <= _MOST_INT8
+        summable = not int8 or k <= MOST_INT8
         return fast and summable and weight.dtype in _DTYPES and k % _LANES == 0 and (gate is None or n % _PANEL == 0)
 
     def pack(self, weight: Tensor, bias: Tensor | None, gate: str | None, int8: bool) -> Packed:
@@ -209,8 +210,8 @@ class Library:
     ) -> None:
         """`reference.rope_store_kv` with `angles`, else `reference.store_kv`; the cache is in the layout of `cpu/`."""
         key, value = _rows(key), _rows(value)
-        assert all(x is None or x.dtype == k_cache.dtype for x in (query, key, value, *norms[:2]))
-        step, call = _Step(slots=slot_mapping.data_ptr(), num_tokens=len(key)), _attention(k_cache, v_cache)
+        assert all(x is None or x.dtype == key.dtype for x in (query, value, *norms[:2]))
+        step, call = _Step(slots=slot_mapping.data_ptr(), num_tokens=len(key)), _attention(k_cache, v_cache, key.dtype)
         call.step, call.key, call.k_stride = ctypes.addressof(step), key.data_ptr(), key.stride(0)
         call.value, call.v_stride = value.data_ptr(), value.stride(0)
         if query is not None:
@@ -239,9 +240,8 @@ class Library:
         this step. Together they are all the tokens, the longest task first.
         """
         query = _rows(query)
-        assert query.dtype == k_cache.dtype
-        out = query.new_empty(*query.shape[:2], v_cache.shape[3])
-        step, call = _step(where), _attention(k_cache, v_cache)
+        step, call = _step(where), _attention(k_cache, v_cache, query.dtype)
+        out = query.new_empty(*query.shape[:2], call.v_size)
         call.step, call.query, call.q_stride = ctypes.addressof(step), query.data_ptr(), query.stride(0)
         call.heads, call.out = query.shape[1], out.data_ptr()
         call.scale, call.window, call.softcap = scale, window, softcap
@@ -251,16 +251,14 @@ class Library:
     def decoder_layer(self, layer: Layer, x: Tensor, k_cache: Tensor, v_cache: Tensor, step: Step) -> Tensor:
         """x [..., width] -> the output of the layer, of the same shape; its keys and values are stored."""
         rows = _matrix(x).contiguous()
-        assert x.dtype == k_cache.dtype == layer.dtype
+        assert x.dtype == layer.dtype
+        assert k_cache.dtype in (x.dtype, torch.int8)
         assert rows.shape == (step.num_tokens, layer.width)
         out = torch.empty(rows.shape, dtype=x.dtype)
         scratch = torch.empty(len(rows) * layer.scratch_bytes, dtype=torch.uint8)
         attention = layer.call.attention
-        attention.k_cache, attention.v_cache, attention.block_size = (
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            k_cache.shape[1],
-        )
+        attention.k_cache, attention.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+        attention.block_size, attention.is_int8 = k_cache.shape[1], k_cache.dtype == torch.int8
         self._c.decoder_layer(layer.address, step.address, rows.data_ptr(), out.data_ptr(), scratch.data_ptr())
         return out.view(x.shape)
 
@@ -284,7 +282,7 @@ class Step:
 class Layer:
     """A decoder layer whose weights are packed. `products`: qkv, output, gate and up, down; `norms`: (weight, epsilon,
     offset) before the attention and before the MLP; `head_norms` as in `store_kv`; `settings`: scale, window, softcap.
-    All norms have one dtype, that of the activations and of the KV cache."""
+    All norms have one dtype, that of the activations and of a KV cache that is not of bytes."""
 
     def __init__(
         self,
@@ -317,8 +315,13 @@ class Layer:
 
 
 def fits(dtype: torch.dtype, block_size: int, key_size: int, value_size: int) -> bool:
-    """Whether the kernels take a cache like that."""
+    """Whether the kernels take a cache like that, of the values that are in `dtype` or of bytes."""
     return dtype in _DTYPES and block_size % _PANEL == 0 and key_size % _LANES == value_size % _LANES == 0
+
+
+def row_size(size: int, dtype: torch.dtype) -> int:
+    """What a cache holds for the keys, or values, of a head of a token: `size` of them, and in int8 their scale."""
+    return size + _SCALE_BYTES if dtype == torch.int8 else size
 
 
 def can_norm(x: Tensor, weight: Tensor, residual: Tensor | None) -> bool:
@@ -343,11 +346,15 @@ def _step(where: Sequence[Tensor]) -> _Step:
     )  # fmt: skip
 
 
-def _attention(k_cache: Tensor, v_cache: Tensor) -> _Attention:
-    _, block_size, kv_heads, k_size = k_cache.shape
+def _attention(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> _Attention:
+    """Of queries, keys and values in `dtype`."""
+    is_int8 = k_cache.dtype == torch.int8
+    assert is_int8 or k_cache.dtype == dtype
+    _, block_size, kv_heads, k_row = k_cache.shape
+    scale = row_size(0, k_cache.dtype)
     return _Attention(
-        k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(), kv_heads=kv_heads, k_size=k_size,
-        v_size=v_cache.shape[3], block_size=block_size, is_bf16=k_cache.dtype == torch.bfloat16,
+        k_cache=k_cache.data_ptr(), v_cache=v_cache.data_ptr(), kv_heads=kv_heads, k_size=k_row - scale,
+        v_size=v_cache.shape[3] - scale, block_size=block_size, is_bf16=dtype == torch.bfloat16, is_int8=is_int8,
     )  # fmt: skip
 
 

@@ -13,8 +13,11 @@ def store_kv(
 ) -> None:
     """Write `key` and `value` [T, H_kv, D] to their slots of the caches [num_blocks, block_size, H_kv, D], in place.
 
-    `slot_mapping` [T] holds block * block_size + offset; a token with slot -1 is not stored.
+    `slot_mapping` [T] holds block * block_size + offset; a token with slot -1 is not stored. A cache of fp8 (e4m3) holds
+    the nearest value that it can, at most 448; what is not finite becomes NaN.
     """
+    if k_cache.dtype == torch.float8_e4m3fn:
+        key, value = (torch.where(x.isfinite(), x, torch.nan).clamp(-448, 448).to(k_cache.dtype) for x in (key, value))
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, k_cache.shape[1])
@@ -84,7 +87,7 @@ def rope_store_kv(
 
     query.copy_(turn(query, cos, sin, q_weight, eps, weight_offset))
     key = turn(key, cos, sin, k_weight, eps, weight_offset)
-    store_kv(key.to(k_cache.dtype), value.to(v_cache.dtype), k_cache, v_cache, slot_mapping)
+    store_kv(key, value, k_cache, v_cache, slot_mapping)
 
 
 def turn(

@@ -22,7 +22,7 @@ def store_kv(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`reference.store_kv`; an fp8 cache holds the values divided by `k_scale` and `v_scale`."""
+    """`reference.store_kv`; an fp8 cache (e4m3) holds the values divided by `k_scale` and `v_scale`."""
     _launch(None, key, value, k_cache, v_cache, slot_mapping, None, None, None, None, 0.0, 0.0, k_scale, v_scale)
 
 
@@ -103,6 +103,13 @@ def _normed(x, inverse, weight_ptr, dim, ok, offset, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _scaled(x, scale):
+    """x for a cache of e4m3: what is too large becomes the largest there is, what is not finite NaN, on any GPU."""
+    x = x.to(tl.float32) * scale
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
+
+
+@triton.jit
 def _rope(
     x_ptr, y_ptr, token, x_token, x_head, y_base, y_head, cos_ptr, sin_ptr, weight_ptr, table, eps, offset, scale,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROT: tl.constexpr,
@@ -127,8 +134,8 @@ def _rope(
     first = a * cos - b * sin
     second = b * cos + a * sin
     if SCALED:
-        first *= scale
-        second *= scale
+        first = _scaled(first, scale)
+        second = _scaled(second, scale)
     out = y_ptr + y_base + head[:, None] * y_head + i[None, :]
     if ROT < D:
         j = ROT + tl.arange(0, REST_PAD)
@@ -138,7 +145,7 @@ def _rope(
         if NORM:
             rest = _normed(rest, inverse, weight_ptr, j, j < D, offset, dtype)
         if SCALED:
-            rest *= scale
+            rest = _scaled(rest, scale)
         tl.store(y_ptr + y_base + head[:, None] * y_head + j[None, :], rest.to(y_ptr.dtype.element_ty), mask=rest_ok)
     tl.store(out, first.to(y_ptr.dtype.element_ty), mask=ok)
     tl.store(out + half, second.to(y_ptr.dtype.element_ty), mask=ok)
@@ -154,7 +161,7 @@ def _copy(
     ok = (head < KV)[:, None] & (dim < D)[None, :]
     x = tl.load(x_ptr + token * x_token + head[:, None] * x_head + dim[None, :], mask=ok, other=0.0)
     if SCALED:
-        x = x.to(tl.float32) * scale
+        x = _scaled(x, scale)
     tl.store(y_ptr + y_base + head[:, None] * y_head + dim[None, :], x.to(y_ptr.dtype.element_ty), mask=ok)
 
 

@@ -14,8 +14,8 @@ from cbatch.errors import UsageError
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import is_quantized, substitute
-from cbatch.model.kv_cache import KVCache, available_memory, count_blocks
-from cbatch.model.loader import parallelism, resolve_block_size, resolve_device
+from cbatch.model.kv_cache import KVCache, available_memory, cache_dtype, count_blocks
+from cbatch.model.loader import parallelism, resolve_block_size, resolve_device, resolve_dtype
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import ModelCost, RunStats
@@ -33,15 +33,18 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
     device = resolve_device(config.device)
     if config.quantization and (device != "cpu" or not ops.has_kernels(torch.device(device))):
         raise UsageError(f"--quantization {config.quantization}: {ops.without_native or 'runs on a CPU only'}")
+    block_size = resolve_block_size(config.block_size, device.split(":")[0])
+    dtype = resolve_dtype(config.dtype, device, files.config)
+    cache_dtype(config, torch.device(device), dtype, block_size, [])  # is refused before the weights are read
     model = files.load(config.dtype, device, dummy=config.load_format == "dummy")
     max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS[model.device.type]
     budget = config.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[model.device.type]
     layers = layer_shapes(model)
     if model.config.model_type not in PROVEN:
         verify(model, layers)
-    bytes_per_token = sum(layer.bytes_per_token(model.dtype) for layer in layers.values())
+    kv_dtype = cache_dtype(config, model.device, model.dtype, block_size, layers.values())
+    bytes_per_token = sum(layer.bytes_per_token(kv_dtype) for layer in layers.values())
     stats.cost = model_cost(model, bytes_per_token)
-    block_size = resolve_block_size(config.block_size, model.device.type)
     if ops.has_kernels(model.device):
         substitute(model, layers, block_size, int8=config.quantization == "int8")
     if config.quantization == "int8" and not is_quantized(model):
@@ -59,7 +62,7 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         )
     pool = BlockPool(num_blocks, block_size, config.enable_prefix_caching)
     scheduler = make_scheduler(config.scheduling, pool, budget, max_num_seqs)
-    cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
+    cache = KVCache(layers, num_blocks, block_size, kv_dtype, model.device)
     tokenizer = copy.deepcopy(files.tokenizer)  # the reader's thread uses the other
 
     def decode(token_ids: Any) -> str:

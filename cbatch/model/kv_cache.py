@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from cbatch.kernels.native import Layer, Pages
+from cbatch.config import EngineConfig
+from cbatch.errors import UsageError
+from cbatch.kernels.native import Layer, Pages, row_size
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 
 _GIB = 1024**3
+_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,15 @@ class LayerShape:
     window: int  # 0: none
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_kv_heads * (self.key_size + self.value_size) * dtype.itemsize
+        """In a cache of this dtype."""
+        values = row_size(self.key_size, dtype) + row_size(self.value_size, dtype)
+        return self.num_kv_heads * values * dtype.itemsize
 
 
 class KVCache:
     """One K and one V tensor [num_blocks, block_size, H_kv, D] for each layer.
 
-    The C kernels keep a block in a layout of their own, see `kernels/cpu/attention.c`.
+    The C kernels keep a block in a layout of their own, see `kernels/cpu/attention.c`; in int8 it has room for scales.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class KVCache:
         """`pages`: where to take memory from on a CPU; by default from pages of its own."""
 
         def tensor(layer: LayerShape, size: int) -> torch.Tensor:
-            shape = num_blocks, block_size, layer.num_kv_heads, size
+            shape = num_blocks, block_size, layer.num_kv_heads, row_size(size, dtype)
             return source.take(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
 
         source = pages or Pages()
@@ -98,6 +103,25 @@ class KVCache:
     ) -> torch.Tensor:
         """x [1, T, width] through a whole decoder layer in one call."""
         return ops.decoder_layer(compiled, x, self.k[layer], self.v[layer], batch, angles)
+
+
+def cache_dtype(
+    engine: EngineConfig, device: torch.device, dtype: torch.dtype, block_size: int, layers: Iterable[LayerShape]
+) -> torch.dtype:
+    """What `--kv-cache-dtype` means for a model in `dtype` with these layers; UsageError if there can be no such cache."""
+    name = engine.kv_cache_dtype
+    if name == "auto":
+        return dtype
+    if (name == "int8") != (device.type == "cpu"):
+        other = "on a CPU there is int8" if device.type == "cpu" else "on a GPU there is fp8"
+        raise UsageError(f"--kv-cache-dtype {name} is not for this device ({device}); {other}")
+    problem = ops.why_not_int8(dtype, block_size) if name == "int8" else ops.why_not_fp8(device)
+    for layer in layers:
+        if not ops.fits_cache(_DTYPES[name], layer.key_size, layer.value_size):
+            problem = f"it does not take this model's heads of {layer.key_size} and {layer.value_size} values"
+    if problem:
+        raise UsageError(f"--kv-cache-dtype {name}: {problem}")
+    return _DTYPES[name]
 
 
 def count_blocks(

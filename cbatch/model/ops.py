@@ -40,9 +40,36 @@ def c_kernels(x: torch.Tensor) -> native.Library | None:
 
 
 def _c_attention(k_cache: torch.Tensor, v_cache: torch.Tensor) -> native.Library | None:
-    """The C kernels, if this cache is kept in their layout."""
+    """The C kernels, if this cache is kept in their layout, as one of int8 always is."""
     fits = native.fits(k_cache.dtype, k_cache.shape[1], k_cache.shape[3], v_cache.shape[3])
-    return c_kernels(k_cache) if fits else None
+    return c_kernels(k_cache) if fits or k_cache.dtype == torch.int8 else None
+
+
+def why_not_int8(dtype: torch.dtype, block_size: int) -> str:
+    """Why there can be no cache of int8 for a model in `dtype` on a CPU; empty if there can."""
+    if c_kernels(torch.empty(0)) is None:
+        return f"there are no C kernels: {without_native}"
+    if dtype == torch.float16:
+        return "it does not go with --dtype float16"
+    if not native.fits(dtype, block_size, 16, 16) or block_size > native.MOST_INT8:
+        return f"--block-size must be a multiple of 32 up to {native.MOST_INT8}, not {block_size}"
+    return ""
+
+
+def why_not_fp8(device: torch.device) -> str:
+    """Why there can be no cache of fp8 on a GPU; empty if there can."""
+    if not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"{torch.cuda.get_device_name(device)} has no fp8, which needs compute capability 8.9"
+    return ""
+
+
+def fits_cache(cache: torch.dtype, key_size: int, value_size: int) -> bool:
+    """Whether the kernels that take a cache of int8 or fp8 take heads of these sizes."""
+    return (
+        native.fits(torch.float32, 32, key_size, value_size)
+        if cache == torch.int8
+        else fits_triton(key_size, value_size)
+    )
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -34,7 +34,8 @@ typedef struct {
     const void *key, *value;          // [T, H_kv, D], D of the values; k_stride, v_stride
     void *k_cache, *v_cache, *out;    // out [T, H, D of the values]
     const void *q_weight, *k_weight;  // [D] or NULL: of an RMSNorm before the rotation
-    int64_t heads, kv_heads, k_size, v_size, block_size, q_stride, k_stride, v_stride, window, is_bf16;
+    int64_t heads, kv_heads, k_size, v_size, block_size, q_stride, k_stride, v_stride, window;
+    int64_t is_bf16, is_int8;  // is_int8: the cache, which else is bf16 or float32 as all the rest
     float scale, softcap, eps, weight_offset;
 } Attention;
 

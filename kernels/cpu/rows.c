@@ -35,31 +35,12 @@ void rms_norm(const char *x, char *residual, const void *weight, char *y, int64_
     }
 }
 
-typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
-
-// One row -> uint8, biased by 128, and the scale that it was divided by; NaN if a value is not finite.
-INLINE float quantize_row(const void *x, uint8_t *q, int64_t n, const int is_bf16) {
-    vf most = {0}, poison = {0};
-    for (int64_t i = 0; i < n; i += LANES) {
-        vf v = load(x, i, is_bf16);
-        most = vmax(vmax(most, v), -v);
-        poison += v - v;
-    }
-    float scale = max_of(most) / 127.f + sum_of(poison);
-    vf inverse = splat(scale > 0 ? 1.f / scale : 0.f), magic = splat(12582912.f);  // 1.5 * 2^23: rounds
-    for (int64_t i = 0; i < n; i += LANES) {
-        vi whole = (vi)(load(x, i, is_bf16) * inverse + magic) - 0x4b400000 + 128;
-        *(bytes *)(q + i) = __builtin_convertvector(whole, bytes);
-    }
-    return scale;
-}
-
-// x [rows, n] bf16 or float32 -> q [rows, n], scales [rows]; n a multiple of 16.
+// x [rows, n] bf16 or float32 -> q [rows, n], biased by 128, and scales [rows]; n a multiple of 16.
 void quantize_rows(const char *x, uint8_t *q, float *scales, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {
 #pragma omp parallel for if (rows * n > WORTH_SHARING)
     for (int64_t r = 0; r < rows; r++)
-        scales[r] = is_bf16 ? quantize_row(x + r * x_stride * 2, q + r * n, n, 1)
-                            : quantize_row(x + r * x_stride * 4, q + r * n, n, 0);
+        scales[r] = is_bf16 ? quantize(x + r * x_stride * 2, q + r * n, n, 127.f, 128, 1)
+                            : quantize(x + r * x_stride * 4, q + r * n, n, 127.f, 128, 0);
 }
 
 // x += y, n values in all; n a multiple of 16.

@@ -79,6 +79,7 @@ INLINE vi dot_int8(vi sum, vi s, vi u) {
     return sum;
 #endif
 }
+INLINE vi dot_uint8(vi sum, vi u, vi s) { return dot_int8(sum, s, u); }
 
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
@@ -108,3 +109,23 @@ INLINE vf exp2_of(vf x) {
     return y * (vf)(((vi)shifted - 0x4b400000 + 127) << 23);
 }
 INLINE vf exp_of(vf x) { return exp2_of(x * splat(1.44269504088896341f)); }
+
+typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
+
+// One row -> bytes of -most .. most plus a bias, and the scale that it was divided by; NaN if a value is not finite. n is a
+// multiple of 16.
+INLINE float quantize(const void *x, void *q, int64_t n, float most, int bias, const int is_bf16) {
+    vf largest = {0}, poison = {0};
+    for (int64_t i = 0; i < n; i += LANES) {
+        vf v = load(x, i, is_bf16);
+        largest = vmax(vmax(largest, v), -v);
+        poison += v - v;
+    }
+    float scale = max_of(largest) / most + sum_of(poison);
+    vf inverse = splat(scale > 0 ? 1.f / scale : 0.f), magic = splat(12582912.f);  // 1.5 * 2^23: rounds
+    for (int64_t i = 0; i < n; i += LANES) {
+        vi whole = (vi)(load(x, i, is_bf16) * inverse + magic) - 0x4b400000 + bias;
+        *(bytes *)((char *)q + i) = __builtin_convertvector(whole, bytes);
+    }
+    return scale;
+}

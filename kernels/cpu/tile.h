@@ -12,7 +12,7 @@ enum { ROWS = 12 };  // 24 accumulators in 32 registers
 #else
 enum { ROWS = 4 };  // where a vector takes several registers more are no faster, and take the compiler long
 #endif
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2 };
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, UINT8 = 3 };  // of bytes one side is unsigned: of INT8 x, of UINT8 w
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define ZERO(r) a##r = b##r = zero;
@@ -39,6 +39,10 @@ INLINE void tile_of(const char *x, int64_t x_stride, const char *w, int64_t w_st
 #undef DOT
     } else if (type == INT8) {
 #define DOT dot_int8
+        LOOP(vi)
+#undef DOT
+    } else if (type == UINT8) {
+#define DOT dot_uint8
         LOOP(vi)
 #undef DOT
     } else {
@@ -75,6 +79,14 @@ INLINE void wide_tile_of(const char *x, int64_t x_stride, const char *w, int64_t
     if (type == BF16) {
 #define DOT dot_bf16
         LOOP4(vf)
+#undef DOT
+    } else if (type == INT8) {
+#define DOT dot_int8
+        LOOP4(vi)
+#undef DOT
+    } else if (type == UINT8) {
+#define DOT dot_uint8
+        LOOP4(vi)
 #undef DOT
     } else {
 #define DOT dot_float
