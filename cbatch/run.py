@@ -231,6 +231,8 @@ class Job:
             f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "
             f"up to {engine.scheduler.max_num_seqs} sequences, KV cache for {tokens:,} tokens"
         )
+        if config.engine.kv_cache_dtype != "auto":
+            text += f" in {config.engine.kv_cache_dtype}"
         if engine.capacity < engine.max_model_len:
             text += f", so no row can be longer, though the context is {engine.max_model_len:,}"
         text += "".join(f"; {note}" for note in engine.runner.notes)

@@ -58,16 +58,17 @@ def make_engine(
     eos: Iterable[int] = (),
     decode: Any = spell,
     layers: Mapping[int, LayerShape] | None = None,
+    cache_dtype: torch.dtype | None = None,
 ) -> Engine:
-    """An engine whose KV cache holds `fill` wherever nothing has been stored yet.
+    """An engine whose KV cache holds `fill` wherever nothing has been stored yet; in one of bytes, scales do.
 
     It expects nothing of its sequences, so where blocks are few it runs out of them. `layers`: of a model whose modules
     have been replaced.
     """
     layers = layers or layer_shapes(model)
-    cache = KVCache(layers, num_blocks, block_size, model.dtype, model.device)
+    cache = KVCache(layers, num_blocks, block_size, cache_dtype or model.dtype, model.device)
     for tensor in [*cache.k.values(), *cache.v.values()] if fill is not None else []:
-        tensor.fill_(fill)
+        (tensor.view(torch.float32) if tensor.dtype == torch.int8 else tensor).fill_(fill)
     pool = BlockPool(num_blocks, block_size, prefix_caching)
     scheduler = make_scheduler(kind, pool, budget, max_num_seqs, expected_share=0)
     eos = frozenset(eos)

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc"))), reaso
 
 CPUS = {"AVX512": ["native", "x86-64-v3", "x86-64-v2"], "AVX2": ["native", "x86-64-v2"]}
 DTYPES = [torch.float32, torch.bfloat16]
-UNIT = {torch.float32: 1, torch.bfloat16: 2}
+UNIT = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
+KEYS_AND_VALUES = "keys", "values"
 NAN, INF = torch.nan, torch.inf
 ROW = '{"prompt": "the rain"}\n'
 
@@ -64,17 +65,21 @@ class Case:
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
     loud: float = 1.0  # scores are as many times as large
+    int8: bool = False  # the cache
 
 
 def attend(c: native.Library, case: Case, poison: float = NAN) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels give, what is right, and the largest that it could be if all values had one sign."""
+    """What the kernels give, what is right, and the largest that it could be if all values had one sign.
+
+    From a cache of bytes right is what `attend_to_bytes` makes of them.
+    """
     dtype, block_size, (num_heads, num_kv_heads) = case.dtype, case.block_size, case.heads
     lengths = [before + now for before, now in case.sequences]
     needed = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(needed) + 2).tolist()
     tables = torch.full((len(lengths), max(needed) + 1), 1 << 40)
     shapes = [(len(order), block_size, num_kv_heads, size) for size in case.sizes]
-    caches = [torch.full(shape, poison, dtype=dtype) for shape in shapes]
+    caches = [make_cache(shape, dtype, case.int8, poison) for shape in shapes]
     plain = [torch.full(shape, poison, dtype=torch.float64) for shape in shapes]
     spans, start = [], 0
     for s, (before, now) in enumerate(case.sequences):
@@ -98,15 +103,57 @@ def attend(c: native.Library, case: Case, poison: float = NAN) -> tuple[Tensor, 
         for values in (plain[1], plain[1].abs())
     )
     assert got.dtype == dtype
+    if case.int8:
+        assert (got - want).norm() <= 0.05 * most.norm()
+        want = attend_to_bytes(query, *map(read_back, caches, KEYS_AND_VALUES), tables, spans, settings)
     return got.double(), want, most
 
 
+def attend_to_bytes(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    spans: list[tuple[int, int, int]],
+    settings: tuple[float, int, float],
+) -> Tensor:
+    """Attention in float64 with the rows of the query in 127 steps, and with each block's weights, times the scales of
+    its values, in 255. Caches [num_blocks, block_size, H_kv, D + 1], a scale behind the values."""
+    (block_size, num_kv_heads), (scale, window, softcap) = keys.shape[1:3], settings
+    out = torch.empty(*query.shape[:2], values.shape[3] - 1, dtype=torch.float64)
+    for table, (start, stop, length) in zip(tables, spans, strict=True):
+        first = max(0, length - (stop - start) - window + 1) // block_size if window else 0
+        blocks = table[first : -(-length // block_size)]
+        k, v = (x[blocks].flatten(0, 1).permute(1, 0, 2).double() for x in (keys, values))  # [H_kv, n, D + 1]
+        positions = torch.arange(first * block_size, first * block_size + k.shape[1])
+        own = torch.arange(length - (stop - start), length)[:, None]
+        seen = (positions <= own) & (positions > (own - window if window else -1))
+        q = in_steps(query[start:stop].float(), 127).transpose(0, 1).unflatten(0, (num_kv_heads, -1))  # [H_kv, G, t, D]
+        scores = (q @ (k[..., :-1] * k[..., -1:]).nan_to_num().transpose(1, 2)[:, None]) * scale
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        weights = scores.masked_fill(~seen, -INF).softmax(-1) * v[..., -1].nan_to_num()[:, None, None]
+        steps = in_steps(weights.unflatten(-1, (-1, block_size)).float(), 255).flatten(-2)
+        out[start:stop] = (steps @ v[..., :-1].nan_to_num()[:, None]).flatten(0, 1).transpose(0, 1)
+    return out
+
+
+def in_steps(x: Tensor, most: int) -> Tensor:
+    """float32 rounded to whole parts, `most` at most, of the largest of each row."""
+    scale = x.abs().amax(-1, keepdim=True) / most
+    return (x.double() * torch.where(scale > 0, 1 / scale, 0)).round() * scale
+
+
 def check(c: native.Library, case: Case, poison: float = NAN) -> None:
-    """bfloat16 rounds each weight and each output, by 2^-8 of itself at most."""
+    """bfloat16 rounds each weight and each output, by 2^-8 of itself at most. What lies halfway between two bytes may
+    become either."""
     for dtype in DTYPES:
-        got, want, most = attend(c, replace(case, dtype=dtype), poison)
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7 + 1e-4
+        got, want, most = attend(c, replace(case, dtype=dtype), poison)
         assert ((got - want).abs() <= most * tolerance).all()
+        got, want, most = attend(c, replace(case, dtype=dtype, int8=True), poison)
+        off = (got - want).abs() - most * tolerance
+        assert (off <= 1e-6).double().mean() > 0.9
+        assert off.max() < 0.02
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 128])
@@ -185,8 +232,9 @@ def test_huge_scores_do_not_overflow(c: native.Library, dtype: torch.dtype, loud
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype) -> None:
-    caches = [torch.full((3, 32, 1, 16), NAN, dtype=dtype) for _ in range(2)]
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype, int8: bool) -> None:
+    caches = [make_cache((3, 32, 1, 16), dtype, int8, NAN) for _ in range(2)]
     query, key, value = (torch.randn(9, heads, 16).to(dtype) for heads in (2, 1, 1))
     slots = torch.tensor([64, 65, 66, 0, 1, 2, 32, 33, 34])
     where = torch.tensor([[2], [0], [1]]), torch.tensor([0, 3, 6, 9]), torch.tensor([3, 3, 3])
@@ -201,8 +249,9 @@ def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype) -> N
         poisoned[4] = kept
 
 
-def test_blocks_that_the_window_has_left_are_not_read(c: native.Library) -> None:
-    caches = [torch.full((1, 32, 1, 16), NAN) for _ in range(2)]
+@pytest.mark.parametrize("int8", [False, True])
+def test_blocks_that_the_window_has_left_are_not_read(c: native.Library, int8: bool) -> None:
+    caches = [make_cache((1, 32, 1, 16), torch.float32, int8, NAN) for _ in range(2)]
     c.store_kv(None, torch.ones(4, 1, 16), torch.full((4, 1, 16), 2.0), *caches, torch.arange(4))
     where = torch.tensor([[1 << 40, 1 << 40, 0]]), torch.tensor([0, 1]), torch.tensor([68])
     out = c.paged_attention(torch.ones(1, 1, 16), *caches, (*where, torch.tensor([[0, 0, 1]])), 1.0, 4, 0.0)
@@ -212,12 +261,30 @@ def test_blocks_that_the_window_has_left_are_not_read(c: native.Library) -> None
 # The cache
 
 
-def read_back(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches in the layout of the C kernels -> [num_blocks, block_size, H_kv, D]."""
-    (num_blocks, block_size, heads, k_size), v_size, unit = k_cache.shape, v_cache.shape[3], UNIT[k_cache.dtype]
-    keys = k_cache.view(num_blocks, heads, block_size // 32, k_size // unit, 32, unit).permute(0, 2, 4, 1, 3, 5)
-    values = v_cache.view(num_blocks, heads, block_size // unit, v_size, unit).permute(0, 2, 4, 1, 3)
-    return keys.reshape(k_cache.shape), values.reshape(v_cache.shape)
+def make_cache(shape: tuple[int, ...], dtype: torch.dtype, int8: bool, fill: float) -> Tensor:
+    """[num_blocks, block_size, H_kv, D], or bytes with room for a scale."""
+    if int8:
+        return torch.full((*shape[:3], shape[3] // 4 + 1), fill, dtype=torch.float32).view(torch.int8)
+    return torch.full(shape, fill, dtype=dtype)
+
+
+def read_back(cache: Tensor, kind: str) -> Tensor:
+    """A cache in the layout of the C kernels -> [num_blocks, block_size, H_kv, D]; of bytes as float32, D + 1 with the scale."""
+    (num_blocks, block_size, heads, size), unit = cache.shape, UNIT[cache.dtype]
+    blocks = cache.view(num_blocks, heads, -1)
+    scales = blocks[..., block_size * (size - 4) :] if unit == 4 else blocks[..., :0]
+    if unit == 4:
+        size -= 4
+        blocks = blocks[..., : block_size * size]
+    if kind == "keys":
+        places = blocks.unflatten(-1, (block_size // 32, size // unit, 32, unit)).permute(0, 2, 4, 1, 3, 5)
+    else:
+        places = blocks.unflatten(-1, (block_size // unit, size, unit)).permute(0, 2, 4, 1, 3)
+    values = places.reshape(num_blocks, block_size, heads, size)
+    if unit < 4:
+        return values
+    values = (values.view(torch.uint8).float() - 128) if kind == "keys" else values.float()
+    return torch.cat([values, scales.contiguous().view(torch.float32).transpose(1, 2)[..., None]], -1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,7 +299,28 @@ def test_a_token_is_stored_in_its_slot_and_nowhere_else(
     slots[[0, 9, 36]] = -1
     c.store_kv(None, key, value, *caches, slots)
     reference.store_kv(key, value, *plain, slots)
-    assert all(map(torch.equal, read_back(*caches), plain))
+    assert all(map(torch.equal, map(read_back, caches, KEYS_AND_VALUES), plain))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("sizes", "block_size"), [((16, 16), 32), ((80, 48), 64), ((128, 128), 128)])
+def test_a_token_is_stored_as_bytes_and_a_scale(
+    c: native.Library, dtype: torch.dtype, sizes: tuple[int, int], block_size: int
+) -> None:
+    key, value = (torch.randn(37, 5, size).to(dtype) for size in sizes)
+    key[3, 1], value[4, 2], key[5, 0, 7], value[6, 0, 3], value[7, 4, 1] = 0, 0, 1e4, -1e-4, NAN
+    caches = [make_cache((3, block_size, 5, size), dtype, True, 7.0) for size in sizes]
+    slots = torch.randperm(3 * block_size)[:37]
+    slots[[0, 9, 36]] = -1
+    before = [cache.clone() for cache in caches]
+    c.store_kv(None, key, value, *caches, slots)
+    for x, cache, unused, kind in zip((key, value), caches, before, KEYS_AND_VALUES, strict=True):
+        stored, other = (read_back(one, kind).flatten(0, 1) for one in (cache, unused))
+        assert torch.equal(stored[free := [slot for slot in range(3 * block_size) if slot not in slots]], other[free])
+        rows, x = stored[slots[slots >= 0]], x[slots >= 0].float()
+        bytes_, scales = rows[..., :-1], rows[..., -1:]
+        torch.testing.assert_close(scales, x.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0, equal_nan=True)
+        assert ((bytes_ * scales - x).abs() <= scales * 0.50001)[~scales.isnan().expand_as(x)].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,7 +342,7 @@ def test_query_and_key_are_normed_and_rotated(
     untouched = merged[:, 6 * size :].clone()
     c.store_kv(query, key, value, *caches, slots, tables, (*weights, 1e-6, 1.0))
     assert torch.equal(merged[:, 6 * size :], untouched)
-    keys, values = read_back(*caches)
+    keys, values = map(read_back, caches, KEYS_AND_VALUES)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(query, rotated, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(keys, plain[0], rtol=tolerance, atol=tolerance)
