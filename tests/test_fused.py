@@ -100,9 +100,12 @@ def test_merged_weights_are_not_kept_twice() -> None:
     assert sum(weight.numel() for weight in model.parameters()) == before
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
 @pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "MistralConfig"])
-def test_a_layer_in_one_call_computes_what_its_parts_do(kind: str, dtype: torch.dtype, int8: bool) -> None:
+def test_a_layer_in_one_call_computes_what_its_parts_do(
+    kind: str, dtype: torch.dtype, int8: bool, cache_dtype: torch.dtype | None
+) -> None:
     config = make_config(getattr(transformers, kind), head_dim=16, sliding_window=30, intermediate_size=80)
     model = make_model(config, "cbatch").to(dtype)
     for name, weight in model.named_parameters():
@@ -110,7 +113,8 @@ def test_a_layer_in_one_call_computes_what_its_parts_do(kind: str, dtype: torch.
             weight.data.normal_(1 if "norm" in name else 0, 0.3)
     layers = layer_shapes(model)
     substitute(model, layers, 32, int8)
-    layer, caches = model.model.layers[0], [KVCache({0: layers[0]}, 3, 32, dtype, model.device) for _ in range(2)]
+    cache = {0: layers[0]}, 3, 32, cache_dtype or dtype, model.device
+    layer, caches = model.model.layers[0], [KVCache(*cache) for _ in range(2)]
     if layer.compiled is None and not int8:
         pytest.skip("torch's own product, which this CPU does in float32")
     both = layer.compiled, None
@@ -144,8 +148,12 @@ def test_preempted_and_shared_blocks_of_the_c_kernels_hold_what_transformers_com
     assert engine.stats.cached_tokens > 0
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
 @pytest.mark.parametrize(("dtype", "int8"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)])
-def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(dtype: torch.dtype, int8: bool) -> None:
+def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(
+    dtype: torch.dtype, int8: bool, cache_dtype: torch.dtype | None
+) -> None:
+    """Preempted, on prefixes that were computed for others, in slices and alone a row is what it is in ample memory."""
     model = make_model(make_config(head_dim=16), "cbatch").to(dtype)
     layers = layer_shapes(model)
     counts = substitute(model, layers, 32, int8)
@@ -155,6 +163,8 @@ def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(dtype: torch.dty
         pytest.skip("torch's own product, which this CPU does in float32")
     requests, outcomes = shared_beginnings(), []
     for num_blocks, budget, most in ((99, 999, 10), (13, 45, 10), (99, 7, 1)):
-        engine = make_engine(model, num_blocks, 32, budget, most, layers=layers)
+        engine = make_engine(model, num_blocks, 32, budget, most, layers=layers, cache_dtype=cache_dtype)
         outcomes.append([done.token_ids for done in run(engine, requests)])
+        assert (engine.stats.preemptions > 0) == (num_blocks == 13)
+        assert (engine.stats.cached_tokens > 0) == (budget < 999)
     assert outcomes[1:] == outcomes[:1] * 2

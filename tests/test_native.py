@@ -312,11 +312,12 @@ def test_a_token_is_stored_as_bytes_and_a_scale(
     caches = [make_cache((3, block_size, 5, size), dtype, True, 7.0) for size in sizes]
     slots = torch.randperm(3 * block_size)[:37]
     slots[[0, 9, 36]] = -1
-    before = [cache.clone() for cache in caches]
+    untouched = [one.clone() for one in caches]
     c.store_kv(None, key, value, *caches, slots)
-    for x, cache, unused, kind in zip((key, value), caches, before, KEYS_AND_VALUES, strict=True):
-        stored, other = (read_back(one, kind).flatten(0, 1) for one in (cache, unused))
-        assert torch.equal(stored[free := [slot for slot in range(3 * block_size) if slot not in slots]], other[free])
+    free = [slot for slot in range(3 * block_size) if slot not in slots]
+    for x, now, before, kind in zip((key, value), caches, untouched, KEYS_AND_VALUES, strict=True):
+        stored, other = (read_back(one, kind).flatten(0, 1) for one in (now, before))
+        assert torch.equal(stored[free], other[free])
         rows, x = stored[slots[slots >= 0]], x[slots >= 0].float()
         bytes_, scales = rows[..., :-1], rows[..., -1:]
         torch.testing.assert_close(scales, x.abs().amax(-1, keepdim=True) / 127, rtol=1e-6, atol=0, equal_nan=True)

@@ -301,6 +301,8 @@ def test_settings_that_change_completions_are_refused_with_what_differs(
         "prompt_column": {"prompt_column": "id"},
         "max_model_len: 512 before, 100 now": {"max_model_len": 100},
         'dtype: "float32" before, "bfloat16" now': {"dtype": "bfloat16"},
+        'quantization: null before, "int8" now': {"quantization": "int8"},
+        'kv_cache_dtype: "auto" before, "int8" now': {"kv_cache_dtype": "int8"},
         'format: "jsonl" before, "parquet" now': {"format": "parquet"},
         "ordered: false before, true now": {"ordered": True},
         'prefix: "" before, "gen_" now': {"prefix": "gen_"},

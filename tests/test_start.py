@@ -11,11 +11,11 @@ from cbatch.engine.start import model_cost, start_engine
 from cbatch.errors import UsageError
 from cbatch.model import ops
 from cbatch.model.fused import is_quantized
-from cbatch.model.loader import locate
+from cbatch.model.loader import ModelFiles, locate
 from cbatch.watch.stats import RunStats
 from tests.drive import make_request, run
 from tests.test_families import FAMILIES, OTHERS, config_of
-from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
+from tests.tiny import VOCAB_SIZE, generate, make_config, make_model, save_model
 
 HIDDEN, MLP, QKVO = 32, 3 * 32 * 48, 32 * 32 + 2 * 32 * 16 + 32 * 32
 
@@ -62,6 +62,37 @@ def test_quantization_is_not_left_out_in_silence(tiny_model: Path, monkeypatch: 
     monkeypatch.setattr(ops, "without_native", "no C compiler")
     with pytest.raises(UsageError, match="no C compiler"):
         started(tiny_model, quantization="int8")
+
+
+def test_a_cache_of_int8_holds_more_tokens(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, make_config(head_dim=64))
+    engines = [started(folder, 512, kv_cache_memory=0.001, kv_cache_dtype=name) for name in ("auto", "int8")]
+    assert [engine.stats.cost.kv_bytes_per_token for engine in engines] == [2 * 2 * 2 * 64 * 4, 2 * 2 * 2 * (64 + 4)]
+    assert [engine.scheduler.pool.num_blocks for engine in engines] == [4, 15]
+    [own] = run(engines[0], [make_request(0, list(range(3, 40)), max_tokens=1)])
+    [done] = run(engines[1], [make_request(0, list(range(3, 40)), max_tokens=1)])
+    assert done.token_ids == own.token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "on a CPU there is int8"),
+        ({"dtype": "float16"}, "it does not go with --dtype float16"),
+        ({"block_size": 48}, "--block-size must be a multiple of 32 up to 65536, not 48"),
+        ({"block_size": 2**17}, "--block-size must be a multiple of 32 up to 65536, not 131072"),
+        ({"compiler": "none"}, "there are no C kernels: no C compiler"),
+    ],
+)
+def test_a_cache_that_can_not_be_is_refused_before_the_weights_are_read(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(ModelFiles, "load", None)
+    if settings.pop("compiler", None):
+        monkeypatch.setattr(ops, "_library", lambda: None)
+        monkeypatch.setattr(ops, "without_native", "no C compiler")
+    with pytest.raises(UsageError, match=message):
+        started(tiny_model, **{"kv_cache_dtype": "int8", **settings})
 
 
 def test_settings_reach_the_scheduler(tiny_model: Path) -> None:
