@@ -7,6 +7,7 @@ Each field carries its own help text, so that a setting is written down once: th
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -105,6 +106,11 @@ class EngineConfig(Checked):
         choices=("auto", "int8", "fp8"),
     )
     device: str = option("auto", "Where to run: auto, cpu or cuda (or cuda:N).")
+    data_parallel_size: str = option(
+        "1",
+        "Engines that share the rows, each on a GPU of its own or on its share of the CPUs. auto: all GPUs, or one for "
+        "each NUMA node.",
+    )
     load_format: str = option("auto", "dummy: random weights, to measure speed only.", choices=("auto", "dummy"))
     generation_config: str = option(
         "cbatch",
@@ -146,6 +152,17 @@ class EngineConfig(Checked):
         choices=("on", "off"),
     )
     threads: int | None = option(None, "CPU threads. (default: the CPUs this process may use)", at_least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not re.fullmatch("auto|[1-9][0-9]*", self.data_parallel_size):
+            raise UsageError(
+                f"--data-parallel-size must be a number, at least 1, or auto, not {self.data_parallel_size!r}"
+            )
+        if self.data_parallel_size != "1" and self.scheduling != "continuous":
+            raise UsageError(
+                f"--scheduling {self.scheduling} is a baseline with one engine; leave out --data-parallel-size"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cbatch.errors import UsageError
 
 INTERRUPTED = 75  # exit code; BSD's EX_TEMPFAIL
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A run leaves within 10 seconds: a step may end in the first six, the rest is for what was finished to reach the disk.
 _LEAVING, _STEP, _LAST_WORDS = 10.0, 6.0, 2.0  # seconds
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -58,7 +58,7 @@ class Deadline:
     def __enter__(self) -> Deadline:
         ears, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)
-        heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
         self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
         self._mouth_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, args=(ears,), name="deadline", daemon=True)

@@ -30,3 +30,6 @@ class RowError(ValueError):
         text = _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], message)
         super().__init__(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
         self.kind = kind
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
+        return RowError, (self.kind, str(self))

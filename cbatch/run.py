@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,9 @@ from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
 
 if TYPE_CHECKING:
-    from cbatch.engine.engine import Engine
+    from cbatch.engine.engine import Engine, Facts
+    from cbatch.engine.places import Place
+    from cbatch.engine.workers import Fleet
     from cbatch.model.loader import ModelFiles
     from cbatch.rows.journal import Done, Journal
     from cbatch.rows.shards import Shards
@@ -73,7 +76,8 @@ class Job:
         self.share = find_share(config.task.shard, os.environ)
         self.target = Target(config.output)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
-        self.engine: Engine | None = None
+        self.places: list[Place] = []
+        self.facts: Facts | None = None  # about the engine, once there is one
         self.writer: Writer | None = None
         self.journal: Journal | None = None  # once it is this job's
         self.left_to_others: int | None = None  # rows, when this task has done its own
@@ -94,11 +98,13 @@ class Job:
             raise Fatal(f"{place}: {error.strerror or error}.{safe}") from None
 
     def _run(self) -> int:
+        from cbatch.engine.places import find_places
         from cbatch.model.loader import locate, resolve_device
 
         plan.check_settings(self.config)
         plan.check_first_rows(self.sources, self.config, self.target.shape)
         resolve_device(self.config.engine.device)
+        self.places = find_places(self.config.engine)
         self.progress.doing = f"looking for {self.config.engine.model}"
         files = locate(self.config.engine.model)
         files.check()
@@ -210,33 +216,43 @@ class Job:
         if feed.empty():
             return True
         self.progress.doing = f"loading {files.name}"
-        from cbatch.engine.start import start_engine
-
-        engine = start_engine(self.config.engine, files, builder.max_model_len, self.stats)
-        self.progress.note(self._first_line(engine, builder))
+        engine = self._start_engine(files, builder.max_model_len)
+        self.facts = engine.facts
+        self.progress.note(self._first_line(engine.facts, builder))
         self.progress.doing = "first step"
-        self.engine = engine
         self.deadline.rows_run = True
-        for completion in engine.generate(feed, self.deadline):
-            deliver(completion)
-        return feed.ended and not engine.is_busy and not engine.scheduler.waiting
+        with closing(engine.generate(feed, self.deadline)) as completions:
+            for completion in completions:
+                deliver(completion)
+        return feed.ended and not engine.has_unfinished
 
-    def _first_line(self, engine: Engine, builder: PromptBuilder) -> str:
+    def _start_engine(self, files: ModelFiles, max_model_len: int) -> Engine | Fleet:
+        """One in this process, or several in processes of their own."""
+        if len(self.places) == 1:
+            from cbatch.engine.start import start_engine
+
+            return start_engine(self.places[0].config, files, max_model_len, self.stats)
+        from cbatch.engine.workers import Fleet
+
+        return Fleet(self.places, files, max_model_len, self.stats, self.progress.note)
+
+    def _first_line(self, facts: Facts, builder: PromptBuilder) -> str:
         config, sampling = self.config, builder.sampling
-        model, pool = engine.runner.model, engine.scheduler.pool
         draw = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
-        tokens = pool.num_blocks * pool.block_size
+        where, each = str(facts.device), ""
+        if facts.engines > 1:
+            where, each = facts.device.type, f"{facts.engines} engines ({'; '.join(map(str, self.places))}), each "
         text = (
-            f"cbatch {__version__}: {config.engine.model} ({str(model.dtype).removeprefix('torch.')} on {model.device}), "
+            f"cbatch {__version__}: {config.engine.model} ({str(facts.dtype).removeprefix('torch.')} on {where}), "
             f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "
-            f"up to {engine.scheduler.max_num_seqs} sequences, KV cache for {tokens:,} tokens"
+            f"{each}up to {facts.max_num_seqs} sequences, KV cache for {facts.capacity:,} tokens"
         )
         if config.engine.kv_cache_dtype != "auto":
             text += f" in {config.engine.kv_cache_dtype}"
-        if engine.capacity < engine.max_model_len:
-            text += f", so no row can be longer, though the context is {engine.max_model_len:,}"
-        text += "".join(f"; {note}" for note in engine.runner.notes)
-        if not engine.eos_token_ids:
+        if facts.capacity < facts.max_model_len:
+            text += f", so no row can be longer, though the context is {facts.max_model_len:,}"
+        text += "".join(f"; {note}" for note in facts.notes)
+        if not facts.has_end:
             text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
         return text
 
@@ -260,11 +276,12 @@ class Job:
         if finished:
             stats.rows_total = stats.rows_earlier + stats.rows_done
         limits: dict[str, float] = {}
-        if self.engine and finished:
+        if self.facts and finished:
             from cbatch.model.ceilings import ceilings
 
-            measured = ceilings(self.engine.runner.device, self.engine.runner.model.dtype)
-            limits = asdict(measured) if measured else {}
+            measured = ceilings(self.facts.device, self.facts.dtype)
+            devices = self.facts.engines if self.facts.device.type == "cuda" else 1  # CPUs are measured all together
+            limits = {name: devices * value for name, value in asdict(measured).items()} if measured else {}
         figures = report.summary(stats, finished, **limits)
         if self.left_to_others is not None:
             figures["shard"], figures["rows_left_to_others"] = self.share.suffix[1:], self.left_to_others

@@ -19,7 +19,7 @@ def secure_standard_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None or sys.stderr is sys.__stderr__:
         buffer = io.BufferedWriter(_Unbreakable(2, "w", closefd=False))
         encoding = getattr(sys.stderr, "encoding", None)

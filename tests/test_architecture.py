@@ -43,7 +43,7 @@ MAY_IMPORT = {
         "cbatch.watch.progress",
     },
     "cbatch.rows": {"cbatch.rows"},
-    "cbatch.engine": {"cbatch.engine", "cbatch.model", "cbatch.watch.stats"},
+    "cbatch.engine": {"cbatch.engine", "cbatch.model", "cbatch.watch.stats", "cbatch.deadline"},
     "cbatch.model": {"cbatch.model", "cbatch.kernels"},
     "cbatch.watch": {"cbatch.watch"},
     "cbatch.kernels": {"cbatch.kernels"},
@@ -64,6 +64,8 @@ NO_TORCH = [
     "engine/block_pool.py",
     "engine/scheduler.py",
     "engine/detokenizer.py",
+    "engine/places.py",
+    "engine/workers.py",
     "model/fetch.py",
     "model/loader.py",
 ]

@@ -46,6 +46,8 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
         _make_room(Path(file))
     if engine.scheduling != "continuous":
         raise UsageError("--scheduling: name the schedules to compare with in --compare")
+    if engine.data_parallel_size != "1":
+        raise UsageError("--data-parallel-size: what is compared here runs in one engine")
     pythons = interpreters(config.python)
     device, threads, files = resolve_device(engine.device), parallelism(engine.threads), locate(engine.model)
     files.check()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.detokenizer import Decode, StopFinder
@@ -16,9 +17,12 @@ from cbatch.errors import RowError
 from cbatch.model.batch import pack
 from cbatch.model.runner import INVALID_LOGITS, Launched, Runner
 from cbatch.rows.request import Completion, Request
-from cbatch.watch.stats import RunStats
+from cbatch.watch.stats import EngineStats
 
-_WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
+if TYPE_CHECKING:
+    import torch
+
+WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
 _PAUSE = 0.001  # seconds before asking again whether there is something to compute
 
 
@@ -50,6 +54,20 @@ class _Endless:
 _ENDLESS = _Endless()
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What is to be known about an engine, or about each of several, without having it here."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    capacity: int  # tokens that the KV cache holds
+    max_model_len: int
+    has_end: bool  # the model names an end-of-sequence token
+    not_recorded: str  # why not, if CUDA graphs were wanted
+    engines: int = 1
+
+
 class Engine:
     """Turns requests into completions, in the order in which they finish."""
 
@@ -60,7 +78,7 @@ class Engine:
         decode: Decode,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        stats: RunStats | None = None,
+        stats: EngineStats | None = None,
         depth: int = 0,
         order: str = "input",
     ) -> None:
@@ -68,23 +86,46 @@ class Engine:
         self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
         self.max_model_len = max_model_len
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
-        self.stats = stats or RunStats()
+        self.stats = stats or EngineStats()
         self.depth, self.order = depth, order
         self._launched: deque[tuple[Schedule, Launched]] = deque()
 
-    def generate(self, requests: Requests, until: Until = _ENDLESS) -> Iterator[Completion]:
+    def generate(self, requests: Requests, until: Until = _ENDLESS) -> Generator[Completion, None, None]:
         """Yield a completion for each request, or for those that are finished in time."""
+        for completions in self.steps(requests, until):
+            yield from completions
+
+    def steps(self, requests: Requests, until: Until) -> Iterator[list[Completion]]:
+        """The same; yields at least once a step, if only an empty list."""
         while not until.is_past:
-            yield from self._take(requests)
+            yield list(self._take(requests))
             self.scheduler.admits = not until.is_near
             if not self.is_busy and (until.is_near or (requests.ended and not self.scheduler.waiting)):
                 return
-            yield from self.step(more_to_come=not requests.ended)
+            yield self.step(more_to_come=not requests.ended)
 
     @property
     def is_busy(self) -> bool:
         """Whether any sequence runs."""
         return bool(self.scheduler.running or self._launched)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request that it took has no completion yet."""
+        return self.is_busy or bool(self.scheduler.waiting)
+
+    @property
+    def facts(self) -> Facts:
+        runner, scheduler = self.runner, self.scheduler
+        return Facts(
+            runner.device,
+            runner.model.dtype,
+            scheduler.max_num_seqs,
+            self.capacity,
+            self.max_model_len,
+            bool(self.eos_token_ids),
+            runner.not_recorded,
+        )
 
     def step(self, more_to_come: bool = False) -> list[Completion]:
         """Decide the batch, launch it, and return the completions of the step launched `depth` steps before.
@@ -130,7 +171,7 @@ class Engine:
         if requests.ended or len(waiting) >= most:
             return
         taken: list[Sequence] = []
-        while len(waiting) + len(taken) < _WINDOW * most:
+        while len(waiting) + len(taken) < WINDOW * most:
             request = requests.take(wait=not waiting and not taken and not self.scheduler.running)
             if request is None:
                 break
@@ -143,7 +184,9 @@ class Engine:
                     chat=request.chat,
                     error=RowError(error.kind, f"{request.row.where}: {error}"),
                 )
-        for seq in sorted(taken, key=_longest_first) if self.order == "auto" else taken:
+        for seq in (
+            sorted(taken, key=lambda seq: longest_first(seq.request, seq.max_len)) if self.order == "auto" else taken
+        ):
             self.scheduler.add(seq)
 
     def _sequence(self, request: Request) -> Sequence:
@@ -225,9 +268,9 @@ class Engine:
         )
 
 
-def _longest_first(seq: Sequence) -> tuple[int, list[int]]:
-    """The number of tokens to generate, rounded to half a power of two; then the prompt."""
-    return -round(2 * math.log2(seq.max_len - seq.num_prompt_tokens)), seq.token_ids
+def longest_first(request: Request, max_len: int) -> tuple[int, list[int]]:
+    """The number of tokens to generate, rounded to half a power of two; then the prompt. `max_len`: of both together."""
+    return -round(2 * math.log2(max(1, max_len - len(request.token_ids)))), request.token_ids
 
 
 def make_scheduler(

@@ -18,7 +18,7 @@ from cbatch.model.kv_cache import KVCache, available_memory, cache_dtype, count_
 from cbatch.model.loader import parallelism, resolve_block_size, resolve_device, resolve_dtype
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
-from cbatch.watch.stats import ModelCost, RunStats
+from cbatch.watch.stats import EngineStats, ModelCost
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
@@ -27,8 +27,13 @@ _MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 
 
-def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, stats: RunStats) -> Engine:
-    """Load the model, allocate the KV cache and put the engine together."""
+def start_engine(
+    config: EngineConfig, files: ModelFiles, max_model_len: int, stats: EngineStats, engines: int = 1
+) -> Engine:
+    """Load the model, allocate the KV cache and put the engine together.
+
+    `engines`: how many start at once and share the memory of a CPU.
+    """
     torch.set_num_threads(parallelism(config.threads))
     device = resolve_device(config.device)
     if config.quantization and (device != "cpu" or not ops.has_kernels(torch.device(device))):
@@ -53,7 +58,7 @@ def start_engine(config: EngineConfig, files: ModelFiles, max_model_len: int, st
         bytes_per_token * block_size,
         config.kv_cache_memory,
         most_useful=max_num_seqs * -(-max_model_len // block_size),
-        budget=lambda: spare_memory(model, budget, max_num_seqs, config.gpu_memory_utilization),
+        budget=lambda: spare_memory(model, budget, max_num_seqs, config.gpu_memory_utilization, engines),
     )
     if num_blocks == 0:
         raise UsageError(
@@ -92,10 +97,13 @@ class _NoCache:
 
 
 @torch.inference_mode()
-def spare_memory(model: Any, max_num_tokens: int, max_num_seqs: int, gpu_memory_utilization: float) -> int:
-    """Bytes for the KV cache: half of what is free on a CPU; on a GPU what the largest step leaves, which is tried."""
+def spare_memory(
+    model: Any, max_num_tokens: int, max_num_seqs: int, gpu_memory_utilization: float, engines: int = 1
+) -> int:
+    """Bytes for the KV cache: half of what is free on a CPU, for all engines together; on a GPU, which each has for
+    itself, what the largest step leaves, which is tried."""
     if model.device.type != "cuda":
-        return available_memory() // 2
+        return available_memory() // 2 // engines
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)

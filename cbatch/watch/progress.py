@@ -186,7 +186,7 @@ class Rates:
         s = self._stats
         if s.rows_total is None or not s.rows_ok:
             return None
-        return max(0, s.rows_total - done - s.running / 2) * s.busy_seconds / (s.rows_ok + s.running / 2)
+        return max(0, s.rows_total - done - s.running / 2) * s.model_seconds / (s.rows_ok + s.running / 2)
 
 
 def resolve_mode(mode: str) -> str:

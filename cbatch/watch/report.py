@@ -13,7 +13,7 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
 
     `ceilings`: those of `model/ceilings.py`, if they could be measured.
     """
-    seconds, busy, generation = stats.seconds, stats.busy_seconds, stats.generation_seconds
+    seconds, busy, generation = stats.seconds, stats.model_seconds, stats.generation_seconds
     first = stats.first_completion_at
     return {
         "finished": finished,
@@ -44,6 +44,7 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
         "total_tokens_per_second": _ratio(stats.completion_tokens + stats.prompt_tokens, generation),
         "time_to_first_token": _percentiles(stats.ttft),
         "inter_token_latency": _percentiles(stats.inter_token),
+        "engines": stats.engines,
         "steps": stats.steps,
         "mean_batch_occupancy": _ratio(stats.occupancy, stats.steps),
         "kv_cache_use": {"mean": _ratio(stats.kv_used_sum, stats.steps), "most": stats.kv_used_most},

@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cbatch.engine.scheduler import Schedule, Scheduler
@@ -35,6 +35,11 @@ class Histogram:
                 return math.exp(bucket * self._WIDTH)
         return None
 
+    def __add__(self, other: Histogram) -> Histogram:
+        both = Histogram()
+        both._counts = self._counts + other._counts
+        return both
+
 
 @dataclass(frozen=True)
 class ModelCost:
@@ -48,22 +53,11 @@ class ModelCost:
 
 
 @dataclass
-class RunStats:
-    """Counters of one run. Times in seconds."""
+class EngineStats:
+    """What an engine counts. Times in seconds."""
 
     cost: ModelCost = field(default_factory=ModelCost)
-    started_at: float = field(default_factory=time.perf_counter)
     first_step_at: float | None = None
-    first_completion_at: float | None = None
-    last_completion_at: float | None = None
-    rows_total: int | None = None
-    rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
-    rows_earlier_failed: int = 0
-    rows_ok: int = 0
-    rows_failed: int = 0
-    rows_length: int = 0  # ended by max_tokens or the context
-    prompt_tokens: int = 0  # of finished rows
-    completion_tokens: int = 0
     prefill_tokens: int = 0  # computed, recomputed ones included
     decode_tokens: int = 0
     generated_tokens: int = 0  # sampled, those of rows that still run included
@@ -82,32 +76,6 @@ class RunStats:
     kv_used_most: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
-    errors: Counter[str] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started_at
-
-    @property
-    def to_first_step(self) -> float | None:
-        return None if self.first_step_at is None else self.first_step_at - self.started_at
-
-    @property
-    def generation_seconds(self) -> float:
-        """From the start of the first step to the last completion."""
-        if self.first_step_at is None or self.last_completion_at is None:
-            return 0.0
-        return max(0.0, self.last_completion_at - self.first_step_at)
-
-    @property
-    def rows_done(self) -> int:
-        return self.rows_ok + self.rows_failed
-
-    def row_seconds(self) -> float:
-        """How long a row runs, by Little's law: rows at a time over rows ended a second. A running one counts half."""
-        ended = self.rows_ok + self.running / 2
-        return self.occupancy / self.steps * self.busy_seconds / ended if self.steps and ended else 0.0
 
     def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
         """Count a step that is about to run."""
@@ -146,6 +114,74 @@ class RunStats:
         else:
             self.inter_token.add(now - seq.last_token_at)
         seq.last_token_at = now
+
+    def at_rest(self) -> EngineStats:
+        """The same of an engine that is no more."""
+        return replace(self, running=0, waiting=0, max_num_seqs=0, kv_used=0.0)
+
+
+@dataclass
+class RunStats(EngineStats):
+    """Counters of one run: of its rows, and of its engines together."""
+
+    engines: int = 1
+    started_at: float = field(default_factory=time.perf_counter)
+    first_completion_at: float | None = None
+    last_completion_at: float | None = None
+    rows_total: int | None = None
+    rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
+    rows_earlier_failed: int = 0
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_length: int = 0  # ended by max_tokens or the context
+    prompt_tokens: int = 0  # of finished rows
+    completion_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started_at
+
+    @property
+    def to_first_step(self) -> float | None:
+        return None if self.first_step_at is None else self.first_step_at - self.started_at
+
+    @property
+    def generation_seconds(self) -> float:
+        """From the start of the first step to the last completion."""
+        if self.first_step_at is None or self.last_completion_at is None:
+            return 0.0
+        return max(0.0, self.last_completion_at - self.first_step_at)
+
+    @property
+    def model_seconds(self) -> float:
+        """Inside steps; of several engines on average."""
+        return self.busy_seconds / self.engines
+
+    @property
+    def rows_done(self) -> int:
+        return self.rows_ok + self.rows_failed
+
+    def row_seconds(self) -> float:
+        """How long a row runs, by Little's law: rows at a time over rows ended a second. A running one counts half."""
+        ended = self.rows_ok + self.running / 2
+        return self.occupancy / self.steps * self.busy_seconds / ended if self.steps and ended else 0.0
+
+    def gather(self, parts: list[EngineStats]) -> None:
+        """Be what engines in other processes have counted together."""
+        for one in fields(EngineStats):
+            setattr(self, one.name, self._together(one.name, [getattr(part, one.name) for part in parts]))
+
+    def _together(self, name: str, values: list[Any]) -> Any:
+        if name == "cost":
+            return max(values, key=lambda cost: cost.weight_bytes)  # of one that has not loaded yet there is none
+        if name == "first_step_at":
+            return min((value for value in values if value is not None), default=None)
+        if name == "kv_used_most":
+            return max(values)
+        total = sum(values, start=type(values[0])())
+        return total / self.engines if name == "kv_used" else total
 
     def finished(self, completion: Completion) -> None:
         """Count a row that is done. Called from two threads."""
