@@ -12,7 +12,7 @@ from cbatch.engine.scheduler import Scheduler, StaticScheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Row
-from cbatch.watch.stats import Histogram, ModelCost, RunStats
+from cbatch.watch.stats import EngineStats, Histogram, ModelCost, RunStats
 from tests.drive import make_request
 
 
@@ -143,3 +143,25 @@ def test_how_long_rows_run_is_told_from_how_many_run_and_how_many_end() -> None:
         if number % 5 in (2, 4):
             stats.finished(completion(number, text="x", finish_reason="stop"))
     assert stats.row_seconds() == pytest.approx(5, rel=0.02)
+
+
+def test_a_run_counts_what_its_engines_did_together() -> None:
+    engines = [
+        EngineStats(ModelCost(7), first_step_at=3.0, steps=10, occupancy=40, running=4, kv_used=0.5, kv_used_most=0.6),
+        EngineStats(ModelCost(7), first_step_at=2.0, steps=30, occupancy=60, running=2, kv_used=0.1, kv_used_most=0.9),
+        EngineStats(steps=5, running=9, kv_used=1.0, busy_seconds=8.0).at_rest(),
+        EngineStats(),  # loads
+    ]
+    for engine, durations in zip(engines, ([1.0] * 3, [2.0], [], []), strict=True):
+        for seconds in durations:
+            engine.ttft.add(seconds)
+    stats = RunStats(engines=2, rows_ok=5, prompt_tokens=8)
+    for _ in range(2):  # the counts are theirs, whatever they were before
+        stats.gather(engines)
+    assert (stats.cost, stats.first_step_at, stats.steps, stats.occupancy) == (ModelCost(7), 2.0, 45, 100)
+    assert (stats.running, stats.kv_used, stats.kv_used_most) == (6, pytest.approx(0.3), 0.9)
+    assert (stats.ttft.percentile(0.75), stats.ttft.percentile(1)) == (
+        pytest.approx(1, rel=0.03),
+        pytest.approx(2, rel=0.03),
+    )
+    assert (stats.model_seconds, stats.rows_ok, stats.prompt_tokens) == (4.0, 5, 8)

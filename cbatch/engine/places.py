@@ -13,7 +13,7 @@ from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.model.loader import parallelism, resolve_device
 
-_NODES = Path("/sys/devices/system/node")
+_SYSTEM = Path("/sys/devices/system")
 _T = TypeVar("_T")
 
 
@@ -72,13 +72,21 @@ def split(items: Sequence[_T], count: int) -> list[Sequence[_T]]:
     return [items[start:end] for start, end in pairwise(edges)]
 
 
-def numa_nodes(root: Path = _NODES) -> list[list[int]]:
-    """The CPUs that this process may use, node by node; one node of all where the system tells of none."""
+def numa_nodes(root: Path = _SYSTEM) -> list[list[int]]:
+    """The CPUs that this process may use, node by node, those of a core side by side; one node if none is known."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     found = []
-    for path in sorted(root.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
-        found.append([cpu for cpu in _cpus(path.read_text()) if cpu in allowed])
+    for path in sorted(root.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
+        cpus = [cpu for cpu in _cpus(path.read_text()) if cpu in allowed]
+        found.append(sorted(cpus, key=lambda cpu: (_first_of_core(root, cpu), cpu)))
     return [node for node in found if node] or [sorted(allowed)]
+
+
+def _first_of_core(root: Path, cpu: int) -> int:
+    try:
+        return _cpus((root / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text())[0]
+    except OSError:
+        return cpu
 
 
 def _cpus(text: str) -> list[int]:
@@ -89,6 +97,7 @@ def _cpus(text: str) -> list[int]:
 
 def _spans(cpus: Sequence[int]) -> list[str]:
     """0, 1, 2, 3, 8 -> 0-3, 8."""
+    cpus = sorted(cpus)
     starts = [cpu for cpu in cpus if cpu - 1 not in cpus]
     ends = [cpu for cpu in cpus if cpu + 1 not in cpus]
     return [f"{start}-{end}" if start < end else str(start) for start, end in zip(starts, ends, strict=True)]

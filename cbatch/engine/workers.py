@@ -241,6 +241,8 @@ class Worker:
         self._process.join(1)
         self.kill()
         code = self._process.exitcode or 0
+        if code == -signal.SIGKILL:
+            return "SIGKILL, perhaps for lack of memory"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def kill(self) -> None:

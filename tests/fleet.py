@@ -1,0 +1,63 @@
+"""A job with engines whose model is exact, costs nothing and fails when told to: `python -m tests.fleet run ...`.
+
+The process of each engine runs this module, too. It writes which rows it runs to a file `engine-PID`. The environment
+says what goes wrong: CBATCH_TEST_BOOT ends a process before it has an engine; CBATCH_TEST_DEADLY are rows that kill the
+process which runs them, CBATCH_TEST_STEP the seconds of a step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__mp_main__" and "CBATCH_TEST_BOOT" in os.environ:
+    os._exit(9)
+
+import cbatch.engine.start
+import cbatch.model.ceilings
+from cbatch.cli import main
+from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.model.batch import Batch
+from tests.chain import ChainRunner
+from tests.tiny import VOCAB_SIZE
+
+MAX_NUM_SEQS = 16
+DEADLY = {int(row) for row in os.environ.get("CBATCH_TEST_DEADLY", "").split(",") if row}
+STEP = float(os.environ.get("CBATCH_TEST_STEP", "0"))
+
+
+class Runner(ChainRunner):
+    def launch(self, batch: Batch) -> Any:
+        rows = [seq.request.row.row for seq in batch.sampled if not seq.num_completion_tokens]  # type: ignore[attr-defined]
+        with Path(f"engine-{os.getpid()}").open("a") as file:
+            file.writelines(f"{row}\n" for row in rows)
+        if DEADLY.intersection(rows):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(STEP)
+        return super().launch(batch)
+
+
+def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any, _engines: int = 1) -> Engine:
+    """In place of cbatch.engine.start.start_engine."""
+    pool, tokenizer = BlockPool(128, 8), files.tokenizer
+    runner: Any = Runner(1024, 8, VOCAB_SIZE)
+    return Engine(
+        runner,
+        make_scheduler("continuous", pool, 256, MAX_NUM_SEQS),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)),
+        files.eos_token_ids,
+        max_model_len,
+        stats,
+        order="auto",
+    )
+
+
+cbatch.engine.start.start_engine = start_engine
+cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]
+
+if __name__ == "__main__":
+    main()

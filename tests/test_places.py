@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from cbatch.config import EngineConfig
+from cbatch.engine.places import find_places, numa_nodes, share_cpus
+from cbatch.errors import RowError, UsageError
+
+
+def machine(root: Path, *nodes: str, siblings: dict[int, str] | None = None) -> Path:
+    """What Linux says of NUMA nodes and of CPUs that share a core."""
+    for number, cpus in enumerate(nodes):
+        (root / f"node/node{number}").mkdir(parents=True)
+        (root / f"node/node{number}/cpulist").write_text(cpus + "\n")
+    for cpu, text in (siblings or {}).items():
+        (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
+        (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
+    return root
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+
+@pytest.mark.usefixtures("eight_cpus")
+def test_nodes_hold_the_cpus_that_may_be_used_with_those_of_a_core_side_by_side(tmp_path: Path) -> None:
+    assert numa_nodes(machine(tmp_path / "a", "0-3,8-11", "4-7,12-15")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert numa_nodes(machine(tmp_path / "b", "0-7", "8-15", "")) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
+    assert numa_nodes(machine(tmp_path / "c", "0-7", siblings=siblings)) == [[0, 4, 1, 5, 2, 6, 3, 7]]
+    assert numa_nodes(tmp_path / "nothing") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_shares_are_even_and_within_a_node_where_that_can_be() -> None:
+    nodes = [[0, 1, 2, 3], [4, 5]]
+    assert share_cpus(nodes, 2) == [(0, 1, 2, 3), (4, 5)]
+    assert share_cpus(nodes, 4) == [(0, 1), (2, 3), (4,), (5,)]
+    assert share_cpus(nodes, 3) == [(0, 1), (2, 3), (4, 5)]
+    assert sorted(map(len, share_cpus([[0, 1]], 3))) == [0, 1, 1]
+
+
+def test_engines_on_cpus_have_different_ones_and_divide_the_threads() -> None:
+    mine = os.sched_getaffinity(0)
+    places = find_places(EngineConfig(device="cpu", threads=6, data_parallel_size="2"))
+    cpus = [cpu for place in places for cpu in place.cpus]
+    assert sorted(cpus) == sorted(mine)
+    assert [place.config.threads for place in places] == [max(1, 6 * len(place.cpus) // len(mine)) for place in places]
+    assert {place.config.device for place in places} == {"cpu"}
+    assert len(find_places(EngineConfig(device="cpu", data_parallel_size="auto"))) == len(numa_nodes())
+
+
+def test_engines_on_gpus_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for size, count in (("auto", 4), ("3", 3)):
+        places = find_places(EngineConfig(threads=8, data_parallel_size=size))
+        assert [str(place) for place in places] == [f"cuda:{index}" for index in range(count)]
+        assert {place.config.threads for place in places} == {8 // count}
+    assert [str(place) for place in find_places(EngineConfig(device="cuda:2", data_parallel_size="auto"))] == ["cuda:2"]
+    for device, size in (("auto", "5"), ("cuda:1", "2")):
+        with pytest.raises(UsageError, match="--data-parallel-size"):
+            find_places(EngineConfig(device=device, data_parallel_size=size))
+
+
+def test_one_engine_is_where_it_was_asked_to_be() -> None:
+    config = EngineConfig(device="cpu")
+    assert [place.config for place in find_places(config)] == [config]
+
+
+def test_the_error_of_a_row_passes_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(RowError("kind", "a\nb")))
+    assert (error.kind, str(error)) == ("kind", "a\\nb")
