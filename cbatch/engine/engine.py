@@ -64,7 +64,7 @@ class Facts:
     capacity: int  # tokens that the KV cache holds
     max_model_len: int
     has_end: bool  # the model names an end-of-sequence token
-    not_recorded: str  # why not, if CUDA graphs were wanted
+    notes: tuple[str, ...]  # what it does without, and why; for the user
     engines: int = 1
 
 
@@ -124,7 +124,7 @@ class Engine:
             self.capacity,
             self.max_model_len,
             bool(self.eos_token_ids),
-            runner.not_recorded,
+            tuple(runner.notes),
         )
 
     def step(self, more_to_come: bool = False) -> list[Completion]:
