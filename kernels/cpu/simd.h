@@ -21,6 +21,16 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_unit(const void *p) { int32_t x; memcpy(&x, p, 4); return x - (vi){0}; }
 INLINE vi load_units(const void *p) { return *(const vi *)p; }
 
+// Masks. Without AVX-512 gcc compares vectors of this size a lane after another; a loop it turns into vectors that fit.
+INLINE vi is_nan(vf x) { return (0x7f800000 - ((vi)x & 0x7fffffff)) >> 31; }
+#ifdef __AVX512F__
+INLINE vi above(vf a, vf b) { return a > b; }
+#else
+INLINE vi above(vf a, vf b) { vi m; for (int i = 0; i < LANES; i++) m[i] = -(a[i] > b[i]); return m; }
+#endif
+
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
 INLINE vf from_bf16(half16 x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
 
 // To the nearest, ties to even; a NaN stays one.
@@ -30,8 +40,7 @@ INLINE half16 to_bf16(vf x) {
 #else
     vu u = (vu)x;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    vu is_nan = (vu)(x != x);
-    return __builtin_convertvector((is_nan & ((u >> 16) | 0x40)) | (~is_nan & rounded), half16);
+    return __builtin_convertvector((vu)choose(is_nan(x), (vf)((u >> 16) | 0x40), (vf)rounded), half16);
 #endif
 }
 
@@ -81,15 +90,13 @@ INLINE vi dot_int8(vi sum, vi s, vi u) {
 }
 INLINE vi dot_uint8(vi sum, vi u, vi s) { return dot_int8(sum, s, u); }
 
-INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
-
 // The larger; b if one of them is not a number.
 #ifdef __AVX512F__
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
 INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
-INLINE vf vmax(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf vmax(vf a, vf b) { for (int i = 0; i < LANES; i++) a[i] = a[i] > b[i] ? a[i] : b[i]; return a; }
 INLINE float sum_of(vf x) { float s = 0; for (int i = 0; i < LANES; i++) s += x[i]; return s; }
 INLINE float max_of(vf x) { float m = x[0]; for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m; return m; }
 #endif
