@@ -71,6 +71,7 @@ _SIGNATURES = {
     "decoder_layer": [_ADDRESS] * 5,
     "rms_norm": [_ADDRESS] * 4 + [_WORD] * 3 + [_FLOAT] * 2 + [_WORD],
     "argmax": [_ADDRESS] * 2 + [_WORD] * 4,
+    "sample": [_ADDRESS] * 3 + [_WORD] * 4,
 }
 
 
@@ -195,6 +196,20 @@ class Library:
         self._c.argmax(
             logits.data_ptr(), tokens.data_ptr(), *logits.shape, logits.stride(0), logits.dtype == torch.bfloat16
         )
+        return tokens
+
+    def sample(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """logits [rows, vocabulary] -> [n] int64: a token for each draw, -1 where `argmax` gives it.
+
+        draws [n, 6] float64: row of the logits, temperature (0 for the argmax), top_k (at least 1), top_p, min_p, and the
+        uniform number below 1 of which the token is the quantile, in the order of the vocabulary.
+        """
+        logits, draws = _matrix(logits), draws.contiguous()
+        tokens = torch.empty(len(draws), dtype=torch.int64)
+        self._c.sample(
+            logits.data_ptr(), draws.data_ptr(), tokens.data_ptr(), len(draws), logits.shape[1], logits.stride(0),
+            logits.dtype == torch.bfloat16,
+        )  # fmt: skip
         return tokens
 
     def store_kv(

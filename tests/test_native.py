@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -476,6 +477,105 @@ def test_argmax(c: native.Library, dtype: torch.dtype, size: int) -> None:
     assert c.argmax(logits.T.contiguous().T).tolist() == want
 
 
+# Drawing a token
+
+
+def shares(logits: Tensor, settings: Sequence[float], by: float) -> np.ndarray:
+    """What each token of a row is drawn with, in float64; filters that cut `by` less than asked for."""
+    temperature, top_k, top_p, min_p = settings
+    scores = logits.double().numpy() / temperature
+    weights = np.exp(scores - scores.max())
+    order = np.argsort(-weights, kind="stable")[: int(top_k)]
+    ranked = weights[order] / weights[order].sum()
+    nucleus = (np.cumsum(ranked) - ranked < top_p + by) | (top_p == 1)
+    nucleus[0] = True
+    kept = order[nucleus & (ranked >= min_p * (1 - by) * ranked[0])]
+    share = np.zeros(len(weights))
+    share[kept] = weights[kept] / weights[kept].sum()
+    return share
+
+
+def check_draws(c: native.Library, logits: Tensor, draws: Sequence[tuple[float, ...]]) -> None:
+    """Each token is that of float64; sums and filters may be 3e-6 off."""
+    tokens = c.sample(logits, torch.tensor(draws, dtype=torch.float64)).tolist()
+    for token, (row, *settings, uniform) in zip(tokens, draws, strict=True):
+        possible = []
+        for by in (-3e-6, 0, 3e-6):
+            share = shares(logits[int(row)], settings, by)
+            above = share[: token + 1].sum()
+            possible.append(share[token] > 0 and above - share[token] - 3e-6 <= uniform < above + 3e-6)
+        assert any(possible), (token, row, settings, uniform)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 16, 300, 1003, 49_152])
+def test_tokens_are_drawn_as_in_float64(c: native.Library, dtype: torch.dtype, size: int) -> None:
+    logits = (torch.randn(8, size) * 3).to(dtype)
+    logits[1::2] = (logits[1::2] * 4).round() / 4  # many ties
+    logits[2:4, 1 : size // 2] = -INF
+    rng = random.Random(size)
+    draws = [
+        (
+            rng.randrange(8), rng.choice((0.01, 0.3, 0.8, 1, 5)), rng.choice((1, 2, 50, 1000, size, size + 9)),
+            rng.choice((0, 1e-4, 0.5, 0.95, 1, 1)), rng.choice((0, 0, 0.05, 1)), rng.random(),
+        )
+        for _ in range(25 if size > 2000 else 300)
+    ]  # fmt: skip
+    check_draws(c, logits, draws)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_equal_tokens_the_lower_ids_are_kept(c: native.Library, dtype: torch.dtype) -> None:
+    logits = torch.full((2, 1003), 2.5, dtype=dtype)
+    logits[1, 100:] = 2.0
+    uniforms = np.linspace(0, 1, 5000, endpoint=False)
+
+    def drawn(row: int, top_k: int, top_p: float, min_p: float) -> set[int]:
+        draws = [(row, 1.0, top_k, top_p, min_p, uniform) for uniform in uniforms]
+        return set(c.sample(logits, torch.tensor(draws, dtype=torch.float64)).tolist())
+
+    assert drawn(0, 10, 1, 0) == set(range(10))
+    assert drawn(0, 1003, 0.5, 0) == set(range(502))
+    assert drawn(0, 100, 0.5, 0) == set(range(50))
+    assert drawn(0, 1003, 0, 0) == drawn(0, 1, 1, 0) == {0}
+    assert drawn(0, 1003, 1, 1) == drawn(0, 2000, 1, 0) == set(range(1003))
+    assert drawn(1, 130, 1, 0) == set(range(130))
+    assert drawn(1, 1003, 1, 1) == set(range(100))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "settings", [(1, 300, 1, 0), (0.6, 300, 1, 0), (1, 40, 1, 0), (1, 300, 0.8, 0), (3, 100, 0.9, 0.2)]
+)
+def test_quantiles_add_up_to_the_distribution(c: native.Library, dtype: torch.dtype, settings: list[float]) -> None:
+    logits = torch.randn(1, 300).to(dtype)
+    draws = [(0, *settings, (n + 0.5) / 20_000) for n in range(20_000)]
+    counts = np.bincount(c.sample(logits, torch.tensor(draws, dtype=torch.float64)), minlength=300)
+    assert (abs(counts - 20_000 * shares(logits[0], settings, 0)) < 1.1).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_ends_of_the_unit_interval_fall_on_possible_tokens(c: native.Library, dtype: torch.dtype) -> None:
+    logits = torch.full((1, 1003), -INF, dtype=dtype)
+    logits[0, [700, 900]] = 1.0
+    draws = [(0, temperature, 1003, 1, 0, u) for temperature in (1e-300, 1, 1e300) for u in (0, 0.49, 0.51, 1 - 2**-53)]
+    assert c.sample(logits, torch.tensor(draws, dtype=torch.float64)).tolist() == [700, 700, 900, 900] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", [0, 20, 1002])
+def test_no_token_is_drawn_where_logits_are_not_finite(c: native.Library, dtype: torch.dtype, place: int) -> None:
+    logits = torch.randn(5, 1003).to(dtype)
+    logits[1, place], logits[2, place], logits[3] = NAN, INF, -INF
+    draws = torch.tensor([(row, t, 50, 0.9, 0.1, 0.5) for t in (0, 1) for row in range(5)], dtype=torch.float64)
+    tokens = c.sample(logits, draws)
+    assert tokens.view(2, 5)[:, 1:4].eq(-1).all()
+    assert tokens.view(2, 5)[:, [0, 4]].ge(0).all()
+    assert torch.equal(tokens[:5], c.argmax(logits))
+    backwards = torch.arange(9, -1, -1)
+    assert torch.equal(c.sample(logits.T.contiguous().T, draws[backwards]), tokens[backwards])
+
+
 # Threads
 
 _THREADS = """
@@ -490,11 +590,13 @@ query, key, value = (torch.randn(70, heads, 64).bfloat16() for heads in (8, 2, 2
 caches = [torch.zeros(3, 32, 2, 64).bfloat16() for _ in range(2)]
 where = torch.tensor([[0, 2, 1]]), torch.tensor([0, 70]), torch.tensor([70])
 tasks = torch.tensor([[0, 35, 70], [0, 0, 35]])
+draws = torch.tensor([[row, 0.8, 100, 0.9, 0.01, row / 70] for row in range(70)], dtype=torch.float64)
 def outs():
     c.store_kv(None, key, value, *caches, torch.arange(70))
     attended = c.paged_attention(query, *caches, (*where, tasks), 0.1, 0, 0.0)
     normed = c.rms_norm(x, weight, 1e-5, None, 0.0)
-    return [*caches, attended, normed, c.linear(x, packed), c.linear(x, bytes_), c.argmax(x)]
+    products = c.linear(x, packed), c.linear(x, bytes_)
+    return [*caches, attended, normed, *products, c.argmax(x), c.sample(x, draws)]
 def threads():
     return len(os.listdir("/proc/self/task"))
 before, alone = threads(), outs()

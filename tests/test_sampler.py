@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.sequence import Sequence
+from cbatch.model import ops
 from cbatch.model.sampler import INVALID_LOGITS, _draw, filtered_probs, sample, uniform
 from cbatch.rows.request import SamplingParams
 from tests.drive import make_engine, make_request, run
@@ -257,14 +258,42 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     assert chi_square(counts[expected > 0], expected[expected > 0]) < 24.3  # 99.9 % of 7 degrees of freedom
 
 
-def test_a_row_draws_the_same_whatever_else_is_in_its_batch() -> None:
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
-    settings = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}] * 2
-    rows = [sequence([0], [1] * n, stream=n, **params) for n, params in enumerate(settings)]
-    together = sample(logits.clone(), rows, ()).tolist()
-    alone = [int(sample(logits[n : n + 1].clone(), [rows[n]], ())[0]) for n in range(6)]
-    backwards = sample(logits.flip(0), rows[::-1], ()).tolist()[::-1]
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.9, "presence_penalty": 1.0},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.7},
+    {"temperature": 2.0, "min_p": 0.1, "min_tokens": 9},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_draws_the_same_whatever_else_is_in_its_batch(dtype: torch.dtype) -> None:
+    logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows = [sequence([0], [1] * n, stream=n, **params) for n, params in enumerate(MIXED * 2)]
+    together = sample(logits.clone(), rows, (2,)).tolist()
+    alone = [int(sample(logits[n : n + 1].clone(), [rows[n]], (2,))[0]) for n in range(12)]
+    backwards = sample(logits.flip(0), rows[::-1], (2,)).tolist()[::-1]
     assert together == alone == backwards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_draws_what_the_c_kernels_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = (torch.randn(120, 700, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
+    logits[7] = torch.nan
+    rows = [sequence([5, 6], [1] * (n % 12), stream=n, **params) for n, params in enumerate(MIXED * 20)]
+    tokens = sample(logits.clone(), rows, (2,)).tolist()
+    monkeypatch.setattr(ops, "c_kernels", lambda _: None)
+    assert sample(logits.clone(), rows, (2,)).tolist() == tokens
+    assert len(set(tokens)) > 60
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_penalties_are_not_rounded_to_the_dtype_of_the_logits(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[8.0, 8.0, 7.96875, 0.0]], dtype=dtype)  # no number of bfloat16 lies between
+    assert sample(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.01)], ()).tolist() == [0]
+    assert sample(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.04)], ()).tolist() == [2]
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static"])

@@ -265,8 +265,9 @@ def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypa
     logits = torch.randn(len(settings), 40, generator=torch.Generator().manual_seed(0))
     logits[:, [2, 4]] = 9.0  # an end token and a stop token that all rows would draw
     host = logits.clone()
-    for row, seq in enumerate(sequences):
-        sampler._penalize(host[row], seq, [2])
+    host[[3, 3, 4], [4, 2, 2]] = -torch.inf
+    for scores, seq in zip(host, sequences, strict=True):
+        sampler._penalize(scores, seq)
     torch.testing.assert_close(sampler._adjusted(logits.clone(), sequences, [2]), host)
     expected = sampler.sample(logits.clone(), sequences, [2])
     monkeypatch.setattr(ops, "interpreted", True)

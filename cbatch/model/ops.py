@@ -208,9 +208,14 @@ def _step(batch: Batch, angles: tuple[torch.Tensor, torch.Tensor], dtype: torch.
     return native.Step(batch.slot_mapping, where, [one[0] for one in angles], dtype)
 
 
+def c_sampler(logits: torch.Tensor) -> native.Library | None:
+    """The C kernels, if they take these logits."""
+    return c_kernels(logits) if logits.dtype in (torch.bfloat16, torch.float32) else None
+
+
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """[n, vocabulary] -> [n] int64: the lowest index of the largest, or -1 if that is not finite or one is NaN."""
-    if logits.dtype in (torch.bfloat16, torch.float32) and (c := c_kernels(logits)) is not None:
+    if (c := c_sampler(logits)) is not None:
         return c.argmax(logits)
     valid = logits.amax(-1).isfinite()
     return torch.where(valid, logits.argmax(-1), -1)

@@ -8,6 +8,8 @@ passes it.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -28,24 +30,48 @@ _SLACK = 1e-6  # how far float32 sums of probabilities may be from top_p
 def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
     """logits [n, vocabulary], one row for each sequence -> token ids [n] int64, or INVALID_LOGITS.
 
-    On a GPU the draw is that of `kernels/sample.py`, whose random numbers are others, of the same streams.
+    On a GPU the draw is that of `kernels/sample.py`, whose random numbers are others, of the same streams. On a CPU
+    what may not be drawn becomes -inf in `logits`.
     """
     if ops.uses_triton(logits):
         return _sample_on_device(logits, sequences, eos_token_ids)
-    if all(seq.params.temperature == 0 and not _adjusts(seq) for seq in sequences):
+    barred = _barred(sequences, eos_token_ids, logits.shape[-1])
+    if barred[0]:
+        logits[barred] = -torch.inf
+    penalized = {row: seq for row, seq in enumerate(sequences) if seq.params.has_penalties}
+    if not penalized:
+        return _next(logits, dict(enumerate(sequences)))
+    tokens = torch.empty(len(sequences), dtype=torch.int64, device=logits.device)
+    changed = logits[list(penalized)].float()
+    for scores, seq in zip(changed, penalized.values(), strict=True):
+        _penalize(scores, seq)
+    tokens[list(penalized)] = _next(changed, dict(enumerate(penalized.values())))
+    others = {row: seq for row, seq in enumerate(sequences) if row not in penalized}
+    tokens[list(others)] = _next(logits, others)
+    return tokens
+
+
+def _next(logits: torch.Tensor, sequences: Mapping[int, Sequence]) -> torch.Tensor:
+    """The next token of each of `sequences`, whose keys are their rows in `logits`."""
+    params = [seq.params for seq in sequences.values()]
+    if len(sequences) == len(logits) and all(p.temperature == 0 for p in params):
         return ops.argmax(logits)
-    logits = logits.float()
-    valid = logits.amax(-1).isfinite()
-    for row, seq in enumerate(sequences):
-        _penalize(logits[row], seq, eos_token_ids)
-    tokens = logits.argmax(-1)
-    drawn = [row for row, seq in enumerate(sequences) if seq.params.temperature > 0]
+    uniforms = [uniform(seq.request.stream, seq.num_completion_tokens) for seq in sequences.values()]
+    if (c := ops.c_sampler(logits)) is not None:
+        size = logits.shape[-1]
+        draws = [
+            (row, p.temperature, p.top_k if 0 < p.top_k < size else size, p.top_p, p.min_p, number)
+            for row, p, number in zip(sequences, params, uniforms, strict=True)
+        ]
+        return c.sample(logits, torch.tensor(draws, dtype=torch.float64).view(-1, 6))
+    logits = logits[list(sequences)].float()
+    tokens = ops.argmax(logits)
+    drawn = [at for at, p in enumerate(params) if p.temperature > 0]
     if drawn:
-        params = [sequences[row].params for row in drawn]
-        uniforms = [uniform(sequences[row].request.stream, sequences[row].num_completion_tokens) for row in drawn]
-        probs = filtered_probs(logits[drawn].nan_to_num(), params)
-        tokens[drawn] = _draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
-    return torch.where(valid, tokens, INVALID_LOGITS)
+        probs = filtered_probs(logits[drawn].nan_to_num(), [params[at] for at in drawn])
+        chosen = _draw(probs, torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[drawn])
+        tokens[drawn] = torch.where(tokens[drawn] == INVALID_LOGITS, INVALID_LOGITS, chosen)
+    return tokens
 
 
 def _sample_on_device(
@@ -64,14 +90,10 @@ def _sample_on_device(
 
 
 def _adjusted(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
-    """`logits` with what `_penalize` does to each row, for all rows that need it at once."""
+    """`logits` without what may not be drawn, and with what `_penalize` does to a row for all that need it at once."""
     from cbatch.kernels.sample import penalize
 
-    rows, barred = [], []  # of the pairs that may not be drawn
-    for row, seq in enumerate(sequences):
-        for token in _barred(seq, eos_token_ids, logits.shape[-1]):
-            rows.append(row)
-            barred.append(token)
+    rows, barred = _barred(sequences, eos_token_ids, logits.shape[-1])
     penalized = [row for row, seq in enumerate(sequences) if seq.params.has_penalties]
     if penalized:
         chosen = [sequences[row] for row in penalized]
@@ -142,29 +164,28 @@ def _draw(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
 
 
-def _penalize(logits: torch.Tensor, seq: Sequence, eos_token_ids: SequenceOf[int]) -> None:
-    """Apply a row's penalties and its `min_tokens` to `logits` [vocabulary], in place."""
+def _penalize(logits: torch.Tensor, seq: Sequence) -> None:
+    """Apply a row's penalties to `logits` [vocabulary] float32, in place."""
     params = seq.params
-    if barred := _barred(seq, eos_token_ids, len(logits)):
-        logits[barred] = -torch.inf
     if params.repetition_penalty != 1:
-        seen = torch.unique(torch.tensor(seq.token_ids, device=logits.device))
+        seen = torch.tensor(list(set(seq.token_ids)), device=logits.device)
         scores = logits[seen]
         logits[seen] = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and seq.num_completion_tokens:
-        generated = torch.tensor(seq.completion_ids, device=logits.device)
-        tokens, counts = torch.unique(generated, return_counts=True)
-        logits[tokens] -= params.presence_penalty + params.frequency_penalty * counts
+        counts = Counter(seq.completion_ids)
+        times = torch.tensor(list(counts.values()), device=logits.device)
+        logits[list(counts)] -= params.presence_penalty + params.frequency_penalty * times
 
 
-def _adjusts(seq: Sequence) -> bool:
-    """Whether `_penalize` changes anything in this row now."""
-    return seq.params.has_penalties or seq.num_completion_tokens < seq.params.min_tokens
-
-
-def _barred(seq: Sequence, eos_token_ids: SequenceOf[int], vocabulary: int) -> list[int]:
-    """The tokens that would end a row before its `min_tokens`."""
-    if seq.num_completion_tokens >= seq.params.min_tokens:
-        return []
-    ends = [*seq.params.stop_token_id, *([] if seq.params.ignore_eos else eos_token_ids)]
-    return [token for token in ends if token < vocabulary]
+def _barred(
+    sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int], vocabulary: int
+) -> tuple[list[int], list[int]]:
+    """Rows and tokens of the pairs that may not be drawn: those that would end a row before its `min_tokens`."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    for row, seq in enumerate(sequences):
+        if seq.num_completion_tokens < seq.params.min_tokens:
+            ends = [*seq.params.stop_token_id, *([] if seq.params.ignore_eos else eos_token_ids)]
+            tokens += [token for token in ends if token < vocabulary]
+            rows += [row] * (len(tokens) - len(rows))
+    return rows, tokens

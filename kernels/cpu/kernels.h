@@ -39,6 +39,12 @@ typedef struct {
     float scale, softcap, eps, weight_offset;
 } Attention;
 
+// A token to be drawn, see sample.c; whole numbers are in double too.
+typedef struct {
+    double row, temperature, top_k, top_p, min_p;  // row of the logits; temperature 0: the likeliest; top_k at least 1
+    double uniform;                                // below 1: where in the distribution, in the order of the vocabulary
+} Draw;
+
 void linear(const Linear *l);
 void store_kv(const Attention *a);
 void paged_attention(const Attention *a);
@@ -46,3 +52,9 @@ void rms_norm(const char *x, char *residual, const void *weight, char *y, int64_
               float eps, float offset, int64_t is_bf16);
 void quantize_rows(const char *x, uint8_t *q, float *scales, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16);
 void add_rows(char *x, const char *y, int64_t n, int64_t is_bf16);
+
+// x [rows, n], bf16 or float32, rows x_stride values apart -> a token for each row, or for each draw; -1 if the largest
+// of the row is not finite or one is NaN.
+void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16);
+void sample(const char *x, const Draw *draws, int64_t *tokens, int64_t num_draws, int64_t n, int64_t x_stride,
+            int64_t is_bf16);

@@ -1,4 +1,4 @@
-// What is done row by row: normalise, quantise, choose the likeliest token.
+// What is done row by row: normalise, quantise.
 #include "kernels.h"
 #include "simd.h"
 
@@ -50,37 +50,4 @@ void add_rows(char *x, const char *y, int64_t n, int64_t is_bf16) {
         if (is_bf16) store(x, i, load(x, i, 1) + load(y, i, 1), 1);
         else store(x, i, load(x, i, 0) + load(y, i, 0), 0);
     }
-}
-
-// The lowest index of the largest of n values, or -1 if that is not finite or one of them is not a number.
-INLINE int64_t largest(const void *x, int64_t n, const int is_bf16) {
-    vf best = splat(-INFINITY);
-    vi at = {0}, index = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, invalid = {0};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES, index += LANES) {
-        vf v = load(x, i, is_bf16);
-        vi more = v > best;
-        best = choose(more, v, best);
-        at = (vi)choose(more, (vf)index, (vf)at);
-        invalid |= v != v;
-    }
-    float most = -INFINITY;
-    int64_t where = -1;
-    for (int lane = 0; lane < LANES; lane++) {
-        if (invalid[lane]) return -1;
-        if (best[lane] > most || (best[lane] == most && at[lane] < where)) most = best[lane], where = at[lane];
-    }
-    for (; i < n; i++) {
-        float v = load_one(x, i, is_bf16);
-        if (v != v) return -1;
-        if (v > most) most = v, where = i;
-    }
-    return isfinite(most) ? where : -1;
-}
-
-// x [rows, n], bf16 or float32, rows x_stride values apart -> tokens [rows].
-void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {
-#pragma omp parallel for
-    for (int64_t r = 0; r < rows; r++)
-        tokens[r] = is_bf16 ? largest(x + r * x_stride * 2, n, 1) : largest(x + r * x_stride * 4, n, 0);
 }
