@@ -97,11 +97,11 @@ static double keep(float *w, int64_t n, int64_t k, double target) {
     return thin(w, n, value, last);
 }
 
-// The first token at which the running sum of the weights exceeds `target`, which is below their sum.
-static int64_t passes(const float *w, double target) {
+// The first token at which the running sum of n weights exceeds `target`, which is below their sum; n: whole blocks.
+static int64_t passes(const float *w, int64_t n, double target) {
     int64_t i = 0, token = -1;
     double before = 0, sum;
-    for (; before + (sum = block_sum(w + i)) <= target; i += BLOCK) before += sum;
+    for (; i + BLOCK < n && before + (sum = block_sum(w + i)) <= target; i += BLOCK) before += sum;
     for (int64_t j = i; j < i + BLOCK && before <= target; j++)
         if (w[j] > 0) token = j, before += w[j];
     return token;
@@ -134,7 +134,7 @@ INLINE int64_t draw(const void *x, float *w, int64_t n, int64_t room, const Draw
     if (d->top_k < n) mass = keep(w, room, d->top_k, INFINITY);
     if (d->top_p < 1) mass = keep(w, room, n, fmax((d->top_p - SLACK) * mass, 1e-30));
     if (d->min_p > 0) mass = thin(w, room, d->min_p, room);
-    return passes(w, d->uniform * mass);
+    return passes(w, room, d->uniform * mass);
 }
 
 void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {
