@@ -42,7 +42,7 @@ class Report:
     """What a worker tells after a step."""
 
     completions: list[Completion]
-    running: int
+    running: int  # rows in it
     stats: EngineStats | None = None  # now and then
 
 
@@ -60,7 +60,7 @@ class Fleet:
         """Start them all, and wait until each has loaded the model. `note` is told when one dies."""
         self.stats, self.note = stats, note
         stats.engines = len(places)
-        self.order = places[0].config.order
+        self._order = places[0].config.order
         self._waiting: deque[Request] = deque()
         self._suspects: deque[list[Request]] = deque()  # groups, each of which may hold a row that ends its process
         self._past: list[EngineStats] = []  # of processes that are no more
@@ -106,7 +106,7 @@ class Fleet:
             if request is None:
                 break
             taken.append(request)
-        if self.order == "auto":
+        if self._order == "auto":
             longest = min(self.facts.capacity, self.facts.max_model_len)
             taken.sort(key=lambda one: longest_first(one, min(len(one.token_ids) + one.params.max_tokens, longest)))
         self._waiting.extend(taken)
@@ -196,7 +196,7 @@ class Worker:
         self.facts: Facts | None = None  # once it has loaded the model
         self.held: dict[tuple[str, int], Request] = {}  # given to it and not completed, by source and row
         self.has_suspects = False
-        self.running = 0  # of those held, when it last told
+        self.running = self.ended = 0  # of those held, in its last step
         self.stats = EngineStats()
         self.is_alive = True
         self._unsent: list[Request] = []
@@ -212,7 +212,8 @@ class Worker:
         """Whether it should get another row: it is a little ahead, so that none idles, and none is left with many."""
         if self.facts is None or (self.has_suspects and self.held):
             return False
-        return len(self.held) < self.running + max(self.running // 2, self.facts.max_num_seqs // 8, 1)
+        ahead = max(self.running // 2, 2 * self.ended, self.facts.max_num_seqs // 8, 1)
+        return len(self.held) < self.running + ahead
 
     def give(self, requests: Iterable[Request], are_suspect: bool = False) -> None:
         self.has_suspects = are_suspect
@@ -231,7 +232,7 @@ class Worker:
 
     def completions(self, report: Report) -> Iterator[Completion]:
         """Those of a report, with the rows as they were read."""
-        self.running = report.running
+        self.running, self.ended = report.running, len(report.completions)
         for completion in report.completions:
             self.deaths = 0
             yield replace(completion, row=self.held.pop((completion.row.source, completion.row.row)).row)
@@ -262,9 +263,10 @@ def _failed(request: Request, how: str) -> Completion:
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """A process that is started meanwhile never hears those that ask a run to leave: they are for this one."""
-    resource_tracker.ensure_running()  # starting it would unblock some
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
+        resource_tracker.ensure_running()  # a process of multiprocessing's own, whose start unblocks some of them
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -298,7 +300,7 @@ def _work(inbox: Inbox, connection: Connection, place: Place, files: ModelFiles,
     connection.send(engine.facts)
     running, told_at = 0, 0.0
     for completions in engine.steps(inbox, inbox):
-        before, running, now = running, len(engine.scheduler.running), time.perf_counter()
+        before, running, now = running, stats.running, time.perf_counter()
         if now - told_at >= _STATS_SECONDS:
             connection.send(Report(completions, running, stats))
             told_at = now
