@@ -23,6 +23,10 @@ test *args: setup
 gpu-check *args:
     PYTHONPATH=. $(test -x {{python}} && echo {{python}} || echo python3) -m tests.gpu_check {{args}}
 
+# Measure what 8 bits cost a model: just quality MODEL
+quality *args: setup
+    {{python}} -m tests.quality {{args}}
+
 # Check style and types
 lint: setup
     .venv/bin/ruff check .

@@ -175,15 +175,23 @@ def paged(check: Check, lengths: list[tuple[int, int]], kv_heads: int, size: int
 
 
 def attention(
-    check: Check, lengths: list[tuple[int, int]], heads: int, kv_heads: int, size: int, **settings: Any
+    check: Check,
+    lengths: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    size: int,
+    fp8: bool = False,
+    **settings: Any,
 ) -> str:
     from cbatch.kernels.paged_attention import paged_attention
 
     k, v, tables, starts, totals = paged(check, lengths, kv_heads, size)
+    if fp8:
+        k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
     query = torch.randn(int(starts[-1]), heads, size, device=check.device).to(check.dtype)
     longest, longest_kv = max(new for _, new in lengths), int(totals.max())
     out = paged_attention(query, k, v, tables, starts, totals, longest, longest_kv, size**-0.5, **settings)
-    worst = 0.0
+    k, v, worst = k.to(check.dtype), v.to(check.dtype), 0.0
     for number in range(len(lengths))[-4:]:
         first, stop = int(starts[number]), int(starts[number + 1])
         ends = {min(first + 2, stop), stop}  # the first and the last rows; the reference is slow
@@ -198,14 +206,15 @@ def attention(
     return expect(worst, 1e-5 if check.dtype == torch.float32 else 1e-2)
 
 
-def decode_bandwidth(check: Check) -> str:
+def decode_bandwidth(check: Check, cache: torch.dtype) -> str:
     from cbatch.kernels.paged_attention import paged_attention
 
     seqs, context = (2, 40) if check.dry else (64, 4096)
     k, v, tables, starts, totals = paged(check, [(context - 1, 1)] * seqs, 8, 128)
+    k, v = k.to(cache), v.to(cache)
     query = torch.randn(seqs, 32, 128, device=check.device).to(check.dtype)
     taken = check.seconds(lambda: paged_attention(query, k, v, tables, starts, totals, 1, context, 128**-0.5))
-    rate = seqs * context * 2 * 8 * 128 * check.dtype.itemsize / taken
+    rate = seqs * context * 2 * 8 * 128 * cache.itemsize / taken
     return f"{rate / 1e12:.3f} TB/s, {rate / check.bandwidth:.0%} of copy (bar: 85 %)"
 
 
@@ -231,7 +240,7 @@ def small_kernels(check: Check) -> str:
     return "rms_norm, silu_mul and experts agree"
 
 
-def rope_and_store(check: Check) -> str:
+def rope_and_store(check: Check, cache: torch.dtype) -> str:
     heads, kv_heads, size, tokens = (4, 2, 16, 6) if check.dry else (32, 8, 128, 64)
     query, key, value = (
         torch.randn(tokens, h, size, device=check.device).to(check.dtype) for h in (heads, kv_heads, kv_heads)
@@ -242,13 +251,15 @@ def rope_and_store(check: Check) -> str:
     slots[0] = -1
     norms = (*(torch.randn(size, device=check.device).to(check.dtype) for _ in range(2)), 1e-6, 0.0)
     caches = [
-        [torch.zeros(4, 32, kv_heads, size, device=check.device, dtype=check.dtype) for _ in range(2)] for _ in range(2)
+        [torch.zeros(4, 32, kv_heads, size, device=check.device, dtype=cache) for _ in range(2)] for _ in range(2)
     ]
     expected = query.clone()
     ops.rope_store_kv(query, key, value, *caches[0], slots, cos, sin, *norms)
     reference.rope_store_kv(expected, key, value, *caches[1], slots, cos, sin, *norms)
-    worst = max(error(query, expected), *(error(a, b) for a, b in zip(*caches, strict=True)))
-    return expect(worst, 1e-5 if check.dtype == torch.float32 else 1e-2)
+    limit = 1e-5 if check.dtype == torch.float32 else 1e-2
+    expect(error(query, expected), limit)
+    worst = max(error(a, b) for a, b in zip(*caches, strict=True))
+    return expect(worst, 2e-2 if cache == torch.float8_e4m3fn else limit)
 
 
 def sampler(check: Check) -> str:
@@ -525,8 +536,15 @@ def main() -> int:
             f"{label}, window and soft-cap",
             lambda h=heads, k=kv_heads, s=size: attention(check, mixed, h, k, s, window=40, softcap=30.0),
         )
-    check.run("decode attention, batch 64, context 4096", lambda: decode_bandwidth(check))
-    check.run("rope and store", lambda: rope_and_store(check))
+    check.run("decode attention, batch 64, context 4096", lambda: decode_bandwidth(check, check.dtype))
+    check.run("rope and store", lambda: rope_and_store(check, check.dtype))
+    if why := "" if check.dry else ops.why_not_fp8(check.device):
+        print(f"without fp8: {why}", flush=True)
+    else:
+        check.run("fp8 cache, decode", lambda: attention(check, decode, 8, 2, 64, fp8=True))
+        check.run("fp8 cache, mixed", lambda: attention(check, mixed, 8, 2, 64, fp8=True))
+        check.run("fp8 cache, batch 64, context 4096", lambda: decode_bandwidth(check, torch.float8_e4m3fn))
+        check.run("fp8 cache, rope and store", lambda: rope_and_store(check, torch.float8_e4m3fn))
     check.run("norm, gate, experts", lambda: small_kernels(check))
     check.run("sampler", lambda: sampler(check))
     for family in ("Llama", "Qwen3", "Gemma3Text", "Mixtral"):

@@ -24,12 +24,19 @@ def write(path: Path, *rows: Any) -> Path:
     return path
 
 
-def config(model: Path, *inputs: Path, output: str = "", limit: int | None = None, **prompt: Any) -> RunConfig:
+def config(
+    model: Path,
+    *inputs: Path,
+    output: str = "",
+    limit: int | None = None,
+    engine: dict[str, Any] | None = None,
+    **prompt: Any,
+) -> RunConfig:
     return RunConfig(
         InputConfig(tuple(map(str, inputs)), limit=limit),
         PromptConfig(**{"chat": False, **prompt}),
         SamplingParams(max_tokens=10),
-        EngineConfig(model=str(model)),
+        EngineConfig(model=str(model), **engine or {}),
         OutputConfig(output=output),
         DisplayConfig(),
     )
@@ -78,6 +85,18 @@ def test_a_long_list_of_bad_rows_is_cut(tiny_model: Path, tmp_path: Path, capsys
     assert out.count("empty_prompt: ") == 20
     assert "... and 30 more" in out
     assert "50: 0 good, 50 bad (50 empty_prompt)" in out
+
+
+def test_in_a_cache_of_int8_rows_take_less(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 layers of 2 heads of 8, keys and values: 256 bytes a token in float32, 96 as bytes with their scales."""
+    for kind, bytes_per_token in (("auto", 256), ("int8", 96)):
+        engine = {"dtype": "float32", "kv_cache_dtype": kind, "kv_cache_memory": 1}
+        check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD), engine=engine))
+        assert f"about {2**30 // (128 * bytes_per_token):,} blocks fit here" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="fp8 is not for this device"):
+        check(config(tiny_model, tmp_path / "in.jsonl", engine={"kv_cache_dtype": "fp8"}))
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])

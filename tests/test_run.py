@@ -326,6 +326,25 @@ def test_settings_that_change_completions_are_refused_with_what_differs(
     assert job(**given) == OK
 
 
+def test_a_job_with_a_cache_of_int8_goes_on_and_its_rows_do_not_depend_on_the_batch(
+    job: Callable[..., int], cbatch: Cbatch
+) -> None:
+    model, root = save_model(Path("model"), make_config(head_dim=16)), str(Path(__file__).parent.parent)
+    write_input(9)
+    given: dict[str, Any] = {"model": str(model), "max_tokens": 40, "ignore_eos": True}
+    eight = {"kv_cache_dtype": "int8", "quantization": "int8"}
+    assert job(**given, **eight, limit=4) == OK
+    flags = ["--max-tokens", 40, "--ignore-eos", "--kv-cache-dtype", "int8", "--quantization", "int8"]
+    done = cbatch("run", "in.jsonl", "-m", model, "-o", "out", *flags, PYTHONPATH=root)
+    assert done.returncode == OK, done.stderr
+    assert " tokens in int8" in done.stderr
+    slices = {"max_num_seqs": 1, "max_num_batched_tokens": 7, "enable_prefix_caching": False}
+    assert job(**given, **eight, **slices, output="other") == OK
+    assert records("out") == records("other")
+    assert job(**given, quantization="int8", output="plain") == OK
+    assert records("plain") != records("out")
+
+
 def test_settings_that_only_change_the_pace_go_on(job: Callable[..., int], tiny_model: Path) -> None:
     write_input(14)
     changes: list[dict[str, Any]] = [

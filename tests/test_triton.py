@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,12 @@ from cbatch.engine.sequence import Sequence
 from cbatch.kernels import gated, moe, paged_attention, reference, rms_norm, sample, store_kv
 from cbatch.kernels.shapes import AttentionShape
 from cbatch.model import ops, sampler
+from cbatch.model.attention import layer_shapes
+from cbatch.model.batch import single
+from cbatch.model.kv_cache import KVCache
+from cbatch.model.runner import Runner
 from tests.drive import make_request
+from tests.tiny import make_config, make_model
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
@@ -131,6 +137,52 @@ def test_store_kv_scales_an_fp8_cache() -> None:
     store_kv.store_kv(key, value, *caches, torch.arange(5), 0.02, 0.04)
     assert error(caches[0].flatten(0, 1)[:5].float() * 0.02, key) < 0.05
     assert error(caches[1].flatten(0, 1)[:5].float() * 0.04, value) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [16, 8, 0], ids=["whole", "half", "plain"])
+def test_an_fp8_cache_saturates_and_tells_what_is_not_finite(dtype: torch.dtype, rotated: int) -> None:
+    key, value = (300 * torch.randn(6, 2, 16, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    key[0, 0, 3], key[1, 1, 15], value[2, 0, 0], value[3, 1, 7] = torch.nan, torch.inf, -torch.inf, torch.nan
+    value[4, 0, :5] = torch.tensor([448.0, 464, 465, -1e30, 0.0001])
+    key, value, slots = key.to(dtype), value.to(dtype), torch.tensor([3, -1, 5, 6, 0, 7])
+    angles = torch.rand(6, rotated // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    ours, theirs = [[torch.ones(2, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)] for _ in range(2)]
+    for kernels, caches in ((store_kv, ours), (reference, theirs)):
+        if rotated:
+            kernels.rope_store_kv(key.clone(), key, value, *caches, slots, *tables)
+        else:
+            kernels.store_kv(key, value, *caches, slots)
+    for mine, other in zip(ours, theirs, strict=True):
+        mine, other = mine.float(), other.float()
+        assert torch.equal(mine.isnan(), other.isnan())
+        assert mine.isnan().any()
+        assert mine.nan_to_num().abs().max() == 448
+        torch.testing.assert_close(mine.nan_to_num(), other.nan_to_num(), rtol=0.13, atol=0.01)  # one step of fp8
+
+
+class Rounding(KVCache):
+    """A cache in float32 of what one of fp8 would hold."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    ) -> torch.Tensor:
+        key, value = (x.clamp(-448, 448).to(torch.float8_e4m3fn).float() for x in (key, value))
+        return super().attend(layer, query, key, value, *rest)
+
+
+def test_a_model_with_an_fp8_cache_computes_with_keys_and_values_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, device = make_model(make_config(head_dim=16), "cbatch"), torch.device("cpu")
+    layers, ids = layer_shapes(model), torch.arange(3, 40)
+    batch = replace(single(0, 37, 3, 16, device), input_ids=ids)
+    want = Runner(model, Rounding(layers, 3, 16, torch.float32, device), ()).forward(batch).detach()
+    plain = Runner(model, KVCache(layers, 3, 16, torch.float32, device), ()).forward(batch).detach()
+    monkeypatch.setattr(ops, "interpreted", True)
+    cache = KVCache(layers, 3, 16, torch.float8_e4m3fn, device)
+    with torch.inference_mode():
+        got = Runner(model, cache, ()).forward(batch)
+    assert error(got, want) < 1e-3 < error(plain, want)
 
 
 @pytest.mark.parametrize("size", [1, 96, 576])

@@ -152,7 +152,7 @@ INLINE float soften(const Attention *a, float *scores, void *weights, int64_t wi
 
 // Up to ROWS rows of a query, copied or quantised.
 typedef struct {
-    char *values;  // [rows, k_size], in the type of the cache
+    char *values;          // [rows, k_size], in the type of the cache
     float scale[ROWS];     // int8 only
     int32_t offset[ROWS];  // int8 only: what the bias of the keys adds, 128 * the sum of the row's values
 } Query;
@@ -188,8 +188,8 @@ INLINE void score(const Attention *a, const Query *query, const char *k, int64_t
     for (int64_t r = 0; type == INT8 && r < rows; r++)
         for (int64_t i = 0; i < width; i += LANES) {
             float *at = scores + r * a->block_size + i;
-            vf product = __builtin_convertvector(load_units(at) - query->offset[r], vf);
-            store(at, 0, product * splat(query->scale[r]) * load(k_scale, i, 0), 0);
+            vf exact = __builtin_convertvector(load_units(at) - query->offset[r], vf);
+            store(at, 0, exact * splat(query->scale[r]) * load(k_scale, i, 0), 0);
         }
 }
 
