@@ -22,7 +22,7 @@ from cbatch.config import EngineConfig
 from cbatch.engine.start import start_engine
 from cbatch.model.batch import single
 from cbatch.model.loader import locate
-from cbatch.watch.stats import RunStats
+from cbatch.watch.stats import EngineStats
 
 _TEXTS = ("argparse", "inspect", "tarfile", "typing")
 _WINDOW = 1024
@@ -64,7 +64,7 @@ def main() -> None:
     expected: list[torch.Tensor] = []
     for name, settings in _SETTINGS.items():
         config = EngineConfig(model=options.model, device="cpu", threads=options.threads, max_num_seqs=1, **settings)
-        engine = start_engine(config, files, _WINDOW, RunStats())
+        engine = start_engine(config, files, _WINDOW, EngineStats())
         loss, same = 0.0, 0
         for number, (window, scores) in enumerate(zip(ids, logits(engine, ids), strict=True)):
             loss += torch.nn.functional.cross_entropy(scores[:-1], window[1:], reduction="sum").item()
