@@ -217,7 +217,7 @@ def test_tasks_that_draw_a_seed_draw_the_same(command: list[object]) -> None:
 
 
 def test_a_task_is_refused_beside_its_like_and_beside_tasks_of_another_division(command: list[object]) -> None:
-    write_input(2000)
+    write_input(20_000)
     command += SLOW
     living = start(command, 1, 3)
     living.wait_for_records()
