@@ -22,7 +22,7 @@ from cbatch.watch.stats import EngineStats
 if TYPE_CHECKING:
     import torch
 
-WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
+_WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
 _PAUSE = 0.001  # seconds before asking again whether there is something to compute
 
 
@@ -167,14 +167,10 @@ class Engine:
         get longest, so that no long one is left alone at the end, and of these the ones with the same beginning side
         by side, so that the prefix cache still has it.
         """
-        waiting, most = self.scheduler.waiting, self.scheduler.max_num_seqs
-        if requests.ended or len(waiting) >= most:
-            return
+        waiting = self.scheduler.waiting
         taken: list[Sequence] = []
-        while len(waiting) + len(taken) < WINDOW * most:
-            request = requests.take(wait=not waiting and not taken and not self.scheduler.running)
-            if request is None:
-                break
+        is_idle = not waiting and not self.scheduler.running
+        for request in look_ahead(requests, len(waiting), self.scheduler.max_num_seqs, is_idle):
             try:
                 taken.append(self._sequence(request))
             except RowError as error:
@@ -184,9 +180,9 @@ class Engine:
                     chat=request.chat,
                     error=RowError(error.kind, f"{request.row.where}: {error}"),
                 )
-        for seq in (
-            sorted(taken, key=lambda seq: longest_first(seq.request, seq.max_len)) if self.order == "auto" else taken
-        ):
+        if self.order == "auto":
+            taken.sort(key=lambda seq: longest_first(seq.request, seq.max_len))
+        for seq in taken:
             self.scheduler.add(seq)
 
     def _sequence(self, request: Request) -> Sequence:
@@ -266,6 +262,22 @@ class Engine:
             seq.request.chat,
             error,
         )
+
+
+def look_ahead(requests: Requests, num_waiting: int, most: int, is_idle: bool) -> list[Request]:
+    """The next requests that are there, up to a window, if fewer wait than the `most` that one step could admit.
+
+    With nothing else to do, the first one has a moment to come.
+    """
+    taken: list[Request] = []
+    if requests.ended or num_waiting >= most:
+        return taken
+    while num_waiting + len(taken) < _WINDOW * most:
+        request = requests.take(wait=is_idle and not taken)
+        if request is None:
+            break
+        taken.append(request)
+    return taken
 
 
 def longest_first(request: Request, max_len: int) -> tuple[int, list[int]]:

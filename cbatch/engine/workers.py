@@ -95,17 +95,10 @@ class Fleet:
 
     def _take(self, requests: Requests) -> None:
         """Keep at least as many requests waiting as all engines could run, in the order in which one would run them."""
-        from cbatch.engine.engine import WINDOW, longest_first
+        from cbatch.engine.engine import longest_first, look_ahead
 
         most = self.facts.engines * self.facts.max_num_seqs
-        if requests.ended or len(self._waiting) >= most:
-            return
-        taken: list[Request] = []
-        while len(self._waiting) + len(taken) < WINDOW * most:
-            request = requests.take(wait=not taken and not self.has_unfinished)
-            if request is None:
-                break
-            taken.append(request)
+        taken = look_ahead(requests, len(self._waiting), most, is_idle=not self.has_unfinished)
         if self._order == "auto":
             longest = min(self.facts.capacity, self.facts.max_model_len)
             taken.sort(key=lambda one: longest_first(one, min(len(one.token_ids) + one.params.max_tokens, longest)))
