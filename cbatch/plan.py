@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.config import RunConfig
 from cbatch.errors import RowError, UsageError
+from cbatch.output.record import RecordShape
 from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
+from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
-from cbatch.rows.record import RecordShape
 from cbatch.rows.request import Row, SamplingParams
-from cbatch.rows.share import Share
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
@@ -28,7 +28,7 @@ def check_settings(config: RunConfig) -> None:
         raise UsageError("--retry-failed runs all rows again that failed; it can't be combined with --skip or --limit")
 
 
-def check_share(config: RunConfig, share: Share, single_file: bool) -> None:
+def check_rank(config: RunConfig, rank: Rank, single_file: bool) -> None:
     """UsageError if a task with a share of the rows can't do what is asked for."""
     output, problems = config.output, {}
     problems["standard input can't be read by several tasks."] = "-" in config.input.inputs
@@ -37,8 +37,8 @@ def check_share(config: RunConfig, share: Share, single_file: bool) -> None:
     problems["--overwrite: a task can't tell what others wrote since; remove OUT before they start."] = output.overwrite
     problems["--retry-failed needs OUT to itself; run it when all tasks have ended."] = output.retry_failed
     for problem, is_there in problems.items():
-        if is_there and not share.is_whole:
-            raise UsageError(f"{problem} This is {share}; --shard none does all rows in one task")
+        if is_there and not rank.is_whole:
+            raise UsageError(f"{problem} This is {rank}; --shard none does all rows in one task")
 
 
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:

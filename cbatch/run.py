@@ -21,14 +21,14 @@ from cbatch import __version__, plan
 from cbatch.config import RunConfig
 from cbatch.deadline import INTERRUPTED, Deadline
 from cbatch.errors import Fatal, UsageError
+from cbatch.output.target import Target
+from cbatch.output.writer import ReaderGone, ShardSink, StreamSink, Writer
 from cbatch.rows.feed import Feed
 from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
+from cbatch.rows.rank import find_rank
 from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, read, spans
 from cbatch.rows.request import Completion, Request, Row
-from cbatch.rows.share import find_share
-from cbatch.rows.target import Target
-from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
 from cbatch.streams import secure_standard_streams, stdout_for_records
 from cbatch.watch import report
 from cbatch.watch.progress import Progress, resolve_mode, say
@@ -37,10 +37,10 @@ from cbatch.watch.stats import RunStats
 if TYPE_CHECKING:
     from cbatch.engine.engine import Engine, Facts
     from cbatch.engine.places import Place
-    from cbatch.engine.workers import Fleet
+    from cbatch.engine.replicas import Fleet
     from cbatch.model.loader import ModelFiles
-    from cbatch.rows.journal import Done, Journal
-    from cbatch.rows.shards import Shards
+    from cbatch.output.journal import Done, Journal
+    from cbatch.output.shards import Shards
 
 OK, FATAL, USAGE, SOME_FAILED, READER_GONE = 0, 1, 2, 3, 141  # and INTERRUPTED
 
@@ -73,7 +73,7 @@ class Job:
         self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline, stdout: Any = None
     ) -> None:
         self.config, self.stats, self.progress, self.deadline, self.stdout = config, stats, progress, deadline, stdout
-        self.share = find_share(config.task.shard, os.environ)
+        self.rank = find_rank(config.task.shard, os.environ)
         self.target = Target(config.output)
         self.settings: dict[str, Any] = {}  # what completions depend on, as the manifest keeps it
         self.places: list[Place] = []
@@ -82,9 +82,9 @@ class Job:
         self.journal: Journal | None = None  # once it is this job's
         self.left_to_others: int | None = None  # rows, when this task has done its own
         deadline.note, deadline.last_words = progress.note, self._last_words
-        if about := ", ".join(filter(None, (str(self.share), str(deadline)))):
+        if about := ", ".join(filter(None, (str(self.rank), str(deadline)))):
             progress.note(f"cbatch {__version__}: {about}")
-        plan.check_share(config, self.share, self.target.single_file)
+        plan.check_rank(config, self.rank, self.target.single_file)
         progress.doing = "opening the input"
         self.sources = resolve(config.input.inputs, exclude=self.target.path)
         self.seen = [range(0)] * len(self.sources)  # the rows of each that are within --skip and --limit
@@ -112,10 +112,10 @@ class Job:
         builder = plan.prompt_builder(self.config, files)
         if self.target.path is None:
             return self._generate(files, builder, None, None)
-        from cbatch.rows.journal import Journal
+        from cbatch.output.journal import Journal
 
         schema = self.target.schema(self.sources)
-        journal = Journal(self.target.path, self.target.single_file, self.share)
+        journal = Journal(self.target.path, self.target.single_file, self.rank)
         if not journal.is_locked:
             self.progress.note(f"{self.target.path}: this file system has no locks; see that no other job writes there")
         try:
@@ -154,14 +154,14 @@ class Job:
             shards.finish()
             if config.output.retry_failed:  # the input may have been mended
                 journal.begin(self.settings)
-            if not self.share.is_whole:
+            if not self.rank.is_whole:
                 done = shards.survey()
                 self.left_to_others = sum(done.count_missing(source, rows) for source, rows in enumerate(self.seen))
         return self._report(finished)
 
     def _begin(self, files: ModelFiles, builder: PromptBuilder, journal: Journal, shards: Shards) -> Done:
         """Start a job, or go on with one under the seed it drew; what is done."""
-        from cbatch.rows.journal import Done
+        from cbatch.output.journal import Done
 
         output = self.config.output
         for source in self.sources:
@@ -171,18 +171,18 @@ class Job:
         self.settings = plan.settings(self.config, builder, files, self.sources) | layout
         is_there = shards.exists()  # asked first: another task of the job writes its settings before its rows
         earlier = None if output.overwrite else journal.manifest
-        if not is_there and not self.share.is_whole:
+        if not is_there and not self.rank.is_whole:
             earlier = journal.propose(self.settings)
         if earlier and self.config.sampling.seed is None:
             builder.reseed(earlier["seed"])
             self.settings["seed"] = earlier["seed"]
         if output.overwrite:
             shards.replace(self.settings)
-        elif not is_there and self.share.is_whole:
+        elif not is_there and self.rank.is_whole:
             journal.begin(self.settings)
         elif earlier is None:
             raise UsageError(f"{journal.output}: was not made by cbatch, or its state is gone; --overwrite replaces it")
-        elif not self.share.is_whole or shards.has_completions():
+        elif not self.rank.is_whole or shards.has_completions():
             journal.resume(self.settings, may_differ=("input sizes",) if output.retry_failed else ())
         elif earlier != self.settings:  # nothing was completed under the other settings
             shards.replace(self.settings)
@@ -197,9 +197,9 @@ class Job:
 
         def build(row: Row) -> Request | None:
             source = index_of[row.source]
-            self.seen[source] = range(self.seen[source].start if self.seen[source] else row.row, row.row + 1)
-            digest = done.digest(source, row.row) if done else 0
-            if digest or not self.share.owns(source, row.row):
+            self.seen[source] = range(self.seen[source].start if self.seen[source] else row.index, row.index + 1)
+            digest = done.digest(source, row.index) if done else 0
+            if digest or not self.rank.owns(source, row.index):
                 _check_unchanged(row, digest)
                 builder.skip(row)
                 return None
@@ -232,7 +232,7 @@ class Job:
             from cbatch.engine.start import start_engine
 
             return start_engine(self.places[0].config, files, max_model_len, self.stats)
-        from cbatch.engine.workers import Fleet
+        from cbatch.engine.replicas import Fleet
 
         return Fleet(self.places, files, max_model_len, self.stats, self.progress.note)
 
@@ -252,7 +252,7 @@ class Job:
         if facts.capacity < facts.max_model_len:
             text += f", so no row can be longer, though the context is {facts.max_model_len:,}"
         text += "".join(f"; {note}" for note in facts.notes)
-        if not facts.has_end:
+        if not facts.has_eos:
             text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
         return text
 
@@ -267,7 +267,7 @@ class Job:
             known = [one for one in counts if one is not None]
             if len(known) == len(counts):
                 parts = spans(known, self.config.input.skip, self.config.input.limit)
-                self.stats.rows_total = sum(self.share.count(source, rows) for source, rows in enumerate(parts))
+                self.stats.rows_total = sum(self.rank.count(source, rows) for source, rows in enumerate(parts))
 
         threading.Thread(target=count, name="counter", daemon=True).start()
 
@@ -284,14 +284,14 @@ class Job:
             limits = {name: devices * value for name, value in asdict(measured).items()} if measured else {}
         figures = report.summary(stats, finished, **limits)
         if self.left_to_others is not None:
-            figures["shard"], figures["rows_left_to_others"] = self.share.suffix[1:], self.left_to_others
+            figures["shard"], figures["rows_left_to_others"] = self.rank.suffix[1:], self.left_to_others
         if journal:
             journal.write_summary(figures)
         self.progress.end(figures, str(self.target.path or "standard output"))
         if self.left_to_others is not None:
             left = self.left_to_others
             rest = f"{left:,} rows are left to the others" if left else "all rows of the job are done"
-            self.progress.note(f"This was {self.share}; {rest}.")
+            self.progress.note(f"This was {self.rank}; {rest}.")
         if not finished:
             if journal:
                 note = f"{self.deadline.reason}: everything finished is on disk; run the same command again to go on."

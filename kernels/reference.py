@@ -85,12 +85,12 @@ def rope_store_kv(
     cos and sin [T, ROT], both halves equal; the first ROT <= D dimensions turn, in pairs (i, i + ROT / 2).
     """
 
-    query.copy_(turn(query, cos, sin, q_weight, eps, weight_offset))
-    key = turn(key, cos, sin, k_weight, eps, weight_offset)
+    query.copy_(rotate(query, cos, sin, q_weight, eps, weight_offset))
+    key = rotate(key, cos, sin, k_weight, eps, weight_offset)
     store_kv(key, value, k_cache, v_cache, slot_mapping)
 
 
-def turn(
+def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float
 ) -> torch.Tensor:
     """x [T, heads, D], normalised if there is a weight, then rotated, as `rope_store_kv` says."""
@@ -121,13 +121,13 @@ def experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    chosen: torch.Tensor,
+    topk_ids: torch.Tensor,
     weights: torch.Tensor,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """Each token through its chosen experts, weighted: x [T, K], gate_up [E, 2I, K], down [E, K, I], chosen [T, top]."""
+    """Each token through its topk_ids experts, weighted: x [T, K], gate_up [E, 2I, K], down [E, K, I], topk_ids [T, top]."""
     out = torch.zeros_like(x, dtype=torch.float64)
-    for token, row in enumerate(chosen.tolist()):
+    for token, row in enumerate(topk_ids.tolist()):
         for place, expert in enumerate(row):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
             act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)

@@ -71,7 +71,7 @@ def compiling(name: str) -> Iterator[list[tuple[str, Any]]]:
         return kernel
 
     driver.set_active(NoDriver(target))
-    shapes = patch("cbatch.kernels.shapes.gpu_kind", lambda _device: (kind, 132))
+    shapes = patch("cbatch.kernels.gpu.shapes.gpu_kind", lambda _device: (kind, 132))
     with patch.object(JITFunction, "run", compile_only), shapes:
         yield compiled
 
@@ -91,7 +91,7 @@ def spills(kernel: Any) -> int:
 
 def launch_all() -> None:
     """One launch of each kernel in each form that the models at hand use."""
-    from cbatch.kernels import gated, moe, paged_attention, rms_norm, sample, store_kv
+    from cbatch.kernels.gpu import gated, moe, paged_attention, rms_norm, sample, store_kv
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -142,7 +142,7 @@ def launch_all() -> None:
 
 def sweep() -> None:
     """The same model at many sizes of a step."""
-    from cbatch.kernels import gated, paged_attention, rms_norm, sample, store_kv
+    from cbatch.kernels.gpu import gated, paged_attention, rms_norm, sample, store_kv
 
     cache, dtype = torch.empty(64, 32, 8, 128, dtype=torch.bfloat16), torch.bfloat16
     for tokens, seqs, longest in [

@@ -82,7 +82,7 @@ def run(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
     assert engine.scheduler.pool.num_used_blocks == 0
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    return sorted(completions, key=lambda completion: completion.row.row)
+    return sorted(completions, key=lambda completion: completion.row.index)
 
 
 def twins(config: Any, seed: int = 0) -> tuple[Any, Any]:

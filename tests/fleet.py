@@ -32,7 +32,7 @@ STEP = float(os.environ.get("CBATCH_TEST_STEP", "0"))
 
 class Runner(ChainRunner):
     def launch(self, batch: Batch) -> Any:
-        rows = [seq.request.row.row for seq in batch.sampled if not seq.num_completion_tokens]  # type: ignore[attr-defined]
+        rows = [seq.request.row.index for seq in batch.sampled if not seq.num_completion_tokens]  # type: ignore[attr-defined]
         with Path(f"engine-{os.getpid()}").open("a") as file:
             file.writelines(f"{row}\n" for row in rows)
         if DEADLY.intersection(rows):

@@ -183,7 +183,7 @@ def attention(
     fp8: bool = False,
     **settings: Any,
 ) -> str:
-    from cbatch.kernels.paged_attention import paged_attention
+    from cbatch.kernels.gpu.paged_attention import paged_attention
 
     k, v, tables, starts, totals = paged(check, lengths, kv_heads, size)
     if fp8:
@@ -207,7 +207,7 @@ def attention(
 
 
 def decode_bandwidth(check: Check, cache: torch.dtype) -> str:
-    from cbatch.kernels.paged_attention import paged_attention
+    from cbatch.kernels.gpu.paged_attention import paged_attention
 
     seqs, context = (2, 40) if check.dry else (64, 4096)
     k, v, tables, starts, totals = paged(check, [(context - 1, 1)] * seqs, 8, 128)
@@ -231,11 +231,11 @@ def small_kernels(check: Check) -> str:
     tokens, experts, inner = (7, 4, 24) if check.dry else (64, 8, 768)
     gate_up = torch.randn(experts, 2 * inner, width, device=check.device).to(check.dtype) / width**0.5
     down = torch.randn(experts, width, inner, device=check.device).to(check.dtype) / inner**0.5
-    weights, chosen = torch.rand(tokens, experts, device=check.device).topk(2)
+    weights, topk_ids = torch.rand(tokens, experts, device=check.device).topk(2)
     some = torch.randn(tokens, width, device=check.device).to(check.dtype)
     picked = slice(0, 4)
-    out = ops.experts(some, gate_up, down, chosen, weights, False)
-    want = reference.experts(some[picked], gate_up, down, chosen[picked], weights[picked])
+    out = ops.experts(some, gate_up, down, topk_ids, weights, False)
+    want = reference.experts(some[picked], gate_up, down, topk_ids[picked], weights[picked])
     expect(error(out[picked], want), limit)
     return "rms_norm, silu_mul and experts agree"
 
@@ -263,7 +263,7 @@ def rope_and_store(check: Check, cache: torch.dtype) -> str:
 
 
 def sampler(check: Check) -> str:
-    from cbatch.kernels.sample import sample
+    from cbatch.kernels.gpu.sample import sample
 
     rows, vocabulary = (20, 300) if check.dry else (256, 128256)
     logits = torch.randn(rows, vocabulary, device=check.device) * 3
@@ -374,9 +374,9 @@ def equality(check: Check, family: str, depth: int, graphs: bool) -> str:
         for n in range(count)
     ]
     engine = build(check, model, 6, 4, 40, depth, graphs, 190)
-    done = {one.row.row: one for one in engine.generate(Rows(requests))}
+    done = {one.row.index: one for one in engine.generate(Rows(requests))}
     if family not in _WANTED:
-        _WANTED[family] = {one.row.row: greedy(own, one) for one in requests}
+        _WANTED[family] = {one.row.index: greedy(own, one) for one in requests}
     wrong = [row for row, tokens in _WANTED[family].items() if list(done[row].token_ids) != tokens]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {count} rows differ: {wrong[:8]}")

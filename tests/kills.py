@@ -37,7 +37,7 @@ import cbatch.model.ceilings
 from cbatch.cli import main
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
-from cbatch.rows import parquet  # noqa: F401
+from cbatch.output import parquet  # noqa: F401
 from cbatch.run import FATAL, SOME_FAILED, USAGE
 from tests.chain import ChainRunner, continuation
 from tests.tiny import VOCAB_SIZE, make_config, make_tokenizer

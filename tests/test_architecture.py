@@ -22,18 +22,19 @@ MAY_IMPORT = {
     "cbatch.__main__": {"cbatch.cli"},
     "cbatch.deadline": set(),
     "cbatch.streams": set(),
-    "cbatch.plan": {"cbatch.rows", "cbatch.model.loader"},
+    "cbatch.plan": {"cbatch.rows", "cbatch.output", "cbatch.model.loader"},
     "cbatch.run": {
         "cbatch.deadline",
         "cbatch.streams",
         "cbatch.plan",
         "cbatch.rows",
+        "cbatch.output",
         "cbatch.engine",
         "cbatch.model.loader",
         "cbatch.model.ceilings",
         "cbatch.watch",
     },
-    "cbatch.check": {"cbatch.plan", "cbatch.rows", "cbatch.run", "cbatch.model.loader", "cbatch.model.kv_cache"},
+    "cbatch.check": {"cbatch.plan", "cbatch.rows", "cbatch.output", "cbatch.run", "cbatch.model.loader", "cbatch.model.kv_cache"},
     "cbatch.bench": {
         "cbatch.bench",
         "cbatch.rows",
@@ -43,6 +44,7 @@ MAY_IMPORT = {
         "cbatch.watch.progress",
     },
     "cbatch.rows": {"cbatch.rows"},
+    "cbatch.output": {"cbatch.output", "cbatch.rows"},
     "cbatch.engine": {"cbatch.engine", "cbatch.model", "cbatch.watch.stats", "cbatch.deadline"},
     "cbatch.model": {"cbatch.model", "cbatch.kernels"},
     "cbatch.watch": {"cbatch.watch"},
@@ -58,6 +60,7 @@ NO_TORCH = [
     "plan.py",
     "check.py",
     "rows",
+    "output",
     "watch",
     "bench",
     "engine/sequence.py",
@@ -65,7 +68,7 @@ NO_TORCH = [
     "engine/scheduler.py",
     "engine/detokenizer.py",
     "engine/places.py",
-    "engine/workers.py",
+    "engine/replicas.py",
     "model/fetch.py",
     "model/loader.py",
 ]
@@ -73,7 +76,7 @@ NO_TORCH = [
 
 def modules() -> list[Path]:
     return [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "__init__.py"] + sorted(
-        (ROOT / "kernels").glob("*.py")
+        (ROOT / "kernels").rglob("*.py")
     )
 
 

@@ -78,7 +78,7 @@ def test_a_sequence_evicted_again_and_again_keeps_its_tokens() -> None:
     def spy(more_to_come: bool = False) -> Any:
         computed = {id(seq): seq.num_computed_tokens for seq in engine.scheduler.running}
         result = schedule(more_to_come)
-        victims.extend((s.request.row.row, s.num_completion_tokens, computed[id(s)]) for s in result.preempted)
+        victims.extend((s.request.row.index, s.num_completion_tokens, computed[id(s)]) for s in result.preempted)
         return result
 
     engine.scheduler.schedule = spy  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def test_a_prompt_larger_than_the_pool_costs_only_its_own_row(kind: str) -> None
     completions = run(make_engine(ROUTED, num_blocks=8, kind=kind), requests)
     assert len(completions) == 22
     for request, completion in zip(requests, completions, strict=True):
-        if request.row.row == 1:
+        if request.row.index == 1:
             assert completion.error is not None
             assert (completion.error.kind, completion.text, completion.token_ids) == ("kv_cache_too_small", None, ())
             assert "row 1: the prompt has 42 tokens" in str(completion.error)
@@ -254,7 +254,7 @@ def test_padding_of_a_locked_batch_changes_nothing(kind: str, block_size: int, p
 
 def test_completions_come_in_the_order_in_which_they_finish() -> None:
     requests = [make_request(n, prompt(5, n), max_tokens=20 - 3 * n) for n in range(6)]
-    rows = [completion.row.row for completion in make_engine(ROUTED).generate(Given(requests))]
+    rows = [completion.row.index for completion in make_engine(ROUTED).generate(Given(requests))]
     assert rows == [5, 4, 3, 2, 1, 0]
 
 
@@ -269,7 +269,7 @@ def test_repeated_prompts_on_block_edges_give_the_same_tokens(length: int) -> No
     for num_blocks, max_num_seqs in ((64, 1), (64, 8), (5, 2)):
         for caching in (True, False):
             engine = make_engine(ROUTED, num_blocks, max_num_seqs=max_num_seqs, prefix_caching=caching)
-            completions = {c.row.row: c for c in run(engine, [*again[:3], *others, again[3]])}
+            completions = {c.row.index: c for c in run(engine, [*again[:3], *others, again[3]])}
             assert all(list(completions[n].token_ids) == expected for n in range(4))
             hits = [completions[n].num_cached_tokens for n in range(4)]
             assert all(hit <= length - 1 for hit in hits)
@@ -307,7 +307,7 @@ def test_a_row_whose_logits_are_not_numbers_fails_alone() -> None:
     assert [c.error.kind if c.error else None for c in completions] == [None, None, "invalid_logits", None, None]
     assert completions[2].text is None
     for completion in completions[:2] + completions[3:]:
-        assert list(completion.token_ids) == greedy([5, 6, 7 + completion.row.row], 6)
+        assert list(completion.token_ids) == greedy([5, 6, 7 + completion.row.index], 6)
 
 
 class Moment:
@@ -327,7 +327,7 @@ class Moment:
 
     def run(self, engine: Engine, requests: Iterable[Request]) -> list[int]:
         for completion in engine.generate(Given(requests), self):
-            self.seen.append(completion.row.row)
+            self.seen.append(completion.row.index)
         return self.seen
 
 
@@ -370,7 +370,7 @@ def test_requests_may_come_slowly(kind: str) -> None:
     requests = [make_request(n, prompt(5, n), max_tokens=1 + n) for n in range(7)]
     source = Slowly(requests)
     completions = list(make_engine(ROUTED, kind=kind, max_num_seqs=3).generate(source))
-    assert sorted(c.row.row for c in completions) == list(range(7))
+    assert sorted(c.row.index for c in completions) == list(range(7))
 
 
 class Late:

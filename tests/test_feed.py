@@ -32,7 +32,7 @@ def all_of(one: Feed) -> list[int]:
     found = []
     while not one.ended:
         if request := one.take(wait=True):
-            found.append(request.row.row)
+            found.append(request.row.index)
     return found
 
 
@@ -71,19 +71,19 @@ def test_no_more_than_its_capacity_is_read_ahead() -> None:
 
 def test_a_row_that_can_not_become_a_request_fails_and_costs_no_other() -> None:
     def make(row: Row) -> Request | None:
-        if row.row % 3 == 1:
+        if row.index % 3 == 1:
             raise RowError("invalid_prompt", f"{row.where}: no")
         return build(row)
 
     one, failed = feed(range(9), make)
     assert all_of(one) == [0, 2, 3, 5, 6, 8]
-    assert [completion.row.row for completion in failed] == [1, 4, 7]
+    assert [completion.row.index for completion in failed] == [1, 4, 7]
     assert {(completion.finish_reason, completion.text) for completion in failed} == {("error", None)}
     assert str(failed[0].error) == "in.jsonl:2: no"
 
 
 def test_rows_that_are_done_are_passed_over() -> None:
-    one, failed = feed(range(10), lambda row: build(row) if row.row == 7 else None)
+    one, failed = feed(range(10), lambda row: build(row) if row.index == 7 else None)
     assert all_of(one) == [7]
     assert failed == []
 
@@ -123,12 +123,12 @@ def test_without_waiting_there_may_be_nothing_now() -> None:
 @pytest.mark.parametrize("error", [Fatal("this row has changed"), OSError("gone"), KeyboardInterrupt()])
 def test_what_ends_the_reading_is_raised_after_the_rows_before_it(error: BaseException) -> None:
     def make(row: Row) -> Request | None:
-        if row.row == 2:
+        if row.index == 2:
             raise error
         return build(row)
 
     one, _ = feed(range(9), make)
-    assert [request.row.row for request in (one.take(wait=True), one.take(wait=True)) if request] == [0, 1]
+    assert [request.row.index for request in (one.take(wait=True), one.take(wait=True)) if request] == [0, 1]
     with pytest.raises(type(error)):
         all_of(one)
     assert one.ended

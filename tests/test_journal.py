@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import Fatal, UsageError
-from cbatch.rows.journal import Done, IndexFile, Journal, as_entries, read_lines, repair, write_atomically
-from cbatch.rows.record import FIELDS, RecordShape, dumps
+from cbatch.output.journal import Done, IndexFile, Journal, as_entries, read_lines, repair, write_atomically
+from cbatch.output.record import FIELDS, RecordShape, dumps
 
 SHAPE = RecordShape()
 
@@ -42,7 +42,7 @@ def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path) -> None:
 
 def test_the_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
     hold = (
-        "import os, signal, sys; from pathlib import Path; from cbatch.rows.journal import Journal; "
+        "import os, signal, sys; from pathlib import Path; from cbatch.output.journal import Journal; "
         "Journal(Path(sys.argv[1]), False); os.kill(os.getpid(), signal.SIGKILL)"
     )
     dead = subprocess.run([sys.executable, "-c", hold, tmp_path / "out"], cwd=Path(__file__).parent.parent)

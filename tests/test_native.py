@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels import build, native, reference, sdpa
+from cbatch.kernels import reference, sdpa
+from cbatch.kernels.cpu import build, native
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 from tests.conftest import Cbatch
@@ -582,7 +583,7 @@ def test_no_token_is_drawn_where_logits_are_not_finite(c: native.Library, dtype:
 _THREADS = """
 import os, sys, torch
 from pathlib import Path
-from cbatch.kernels import native
+from cbatch.kernels.cpu import native
 torch.set_num_threads(1)
 c = native.load(Path(sys.argv[1]))
 x, w, weight = (torch.randn(*shape).bfloat16() for shape in ((70, 512), (640, 512), (512,)))
@@ -641,7 +642,7 @@ def test_compiled_once_and_again_only_if_damaged(tmp_path: Path) -> None:
 
 
 def test_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from cbatch.kernels import build; build.load(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from cbatch.kernels.cpu import build; build.load(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     assert [(process.communicate()[1], process.returncode) for process in running] == [("", 0)] * 2

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import RowError, UsageError
-from cbatch.rows import parquet
+from cbatch.output import parquet
+from cbatch.output.record import FIELDS, RecordShape
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import read
-from cbatch.rows.record import FIELDS, RecordShape
 from cbatch.rows.request import Completion
 
 

@@ -390,40 +390,40 @@ def test_parameters_that_are_wrong_are_an_error_of_their_row(params: Any) -> Non
 def test_rows_have_streams_of_their_own_that_follow_their_id() -> None:
     build = builder()
     ids: list[Any] = ["a", "b", 1, "1", 2]
-    streams = [build(row(number, id=one, prompt="p")).stream for number, one in enumerate(ids)]
+    streams = [build(row(number, id=one, prompt="p")).random_key for number, one in enumerate(ids)]
     assert len(set(streams)) == len(ids)
     assert all(0 <= stream < 2**64 for stream in streams)
     build = builder()
-    moved = [build(row(9 - number, "other.jsonl", id=one, prompt="q")).stream for number, one in enumerate(ids)]
+    moved = [build(row(9 - number, "other.jsonl", id=one, prompt="q")).random_key for number, one in enumerate(ids)]
     assert moved == streams
 
 
 def test_rows_without_an_id_are_known_by_their_place() -> None:
     build = builder()
     places = [(0, "a.jsonl"), (1, "a.jsonl"), (0, "b.jsonl")]
-    streams = [build(row(number, source, prompt="p")).stream for number, source in places]
+    streams = [build(row(number, source, prompt="p")).random_key for number, source in places]
     assert len(set(streams)) == 3
     build = builder()
-    assert [build(row(number, f"moved/{source}", prompt="p")).stream for number, source in places] == streams
-    assert builder()(row(0, "a.jsonl", prompt="p", id=None)).stream == streams[0]
+    assert [build(row(number, f"moved/{source}", prompt="p")).random_key for number, source in places] == streams
+    assert builder()(row(0, "a.jsonl", prompt="p", id=None)).random_key == streams[0]
 
 
 def test_copies_of_a_row_differ_and_a_resumed_job_draws_the_same() -> None:
     rows = [row(number, id="same", prompt="p") for number in range(50)]
     rows += [row(0, f"{folder}/data.jsonl", prompt="p") for folder in ("train", "test")]
     build, resumed = builder(), builder()
-    streams = [build(one).stream for one in rows]
+    streams = [build(one).random_key for one in rows]
     assert len(set(streams)) == len(rows)
     for one in rows[:-1]:
         resumed.skip(one)
-    assert resumed(rows[-1]).stream == streams[-1]
+    assert resumed(rows[-1]).random_key == streams[-1]
 
 
 def test_a_seed_of_a_row_decides_its_stream_alone() -> None:
     build = builder()
-    streams = {seed: build(row(0, prompt="p", params={"seed": seed})).stream for seed in (0, 1, -1, 2**70)}
+    streams = {seed: build(row(0, prompt="p", params={"seed": seed})).random_key for seed in (0, 1, -1, 2**70)}
     assert len(set(streams.values())) == 4
-    assert build(row(5, id="x", prompt="q", params={"seed": 1})).stream == streams[1]
+    assert build(row(5, id="x", prompt="q", params={"seed": 1})).random_key == streams[1]
 
 
 # OpenAI batch requests

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import RowError, UsageError
+from cbatch.output.record import dumps
 from cbatch.rows import reader
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import UNKNOWN_DIGEST, Source, parse_object, read
-from cbatch.rows.record import dumps
 from cbatch.rows.request import Row
 
 
@@ -67,7 +67,7 @@ def test_lines_end_at_a_newline_and_blank_ones_are_no_rows(
     path = tmp_path / "in.jsonl"
     rows = rows_of(path, content)
     assert [row.data["n"] for row in rows] == numbers
-    assert [row.row for row in rows] == numbers
+    assert [row.index for row in rows] == numbers
     assert [row.where for row in rows] == [f"{path}:{place}" for place in places]
 
 
@@ -111,7 +111,7 @@ def test_a_bad_line_is_a_problem_of_its_row_only(tmp_path: Path, bad: bytes, kin
     path = tmp_path / "in.jsonl"
     rows = rows_of(path, line(0) + bad + b"\n" + line(2))
     assert [row.problem.kind if row.problem else None for row in rows] == [None, kind, None]
-    assert [row.row for row in rows] == [0, 1, 2]
+    assert [row.index for row in rows] == [0, 1, 2]
     assert rows[1].data == {}
     assert str(rows[1].problem).startswith(f"{path}:2: ")
     assert rows[2].data == {"n": 2}
@@ -191,7 +191,7 @@ def test_any_bytes_give_rows_and_never_an_exception(content: bytes) -> None:
     rows = list(_rows_of_bytes(content))
     lines = [one for one in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if one.strip()]
     assert len(rows) == len(lines)
-    assert [row.row for row in rows] == list(range(len(rows)))
+    assert [row.index for row in rows] == list(range(len(rows)))
     assert all(row.problem or isinstance(row.data, dict) for row in rows)
 
 
@@ -304,7 +304,7 @@ def test_skip_and_limit_count_over_all_sources(tmp_path: Path) -> None:
 
 def test_each_row_names_its_source_and_its_position_there(tmp_path: Path) -> None:
     a, b = _file(tmp_path / "a.jsonl"), _file(tmp_path / "b.jsonl")
-    assert [(row.source, row.row) for row in read(resolve([str(b), str(a)]))] == [
+    assert [(row.source, row.index) for row in read(resolve([str(b), str(a)]))] == [
         (str(b), 0),
         (str(b), 1),
         (str(a), 0),
@@ -507,7 +507,7 @@ def test_a_value_python_can_not_hold_is_a_problem_of_its_row_only(tmp_path: Path
     assert [row.problem.kind if row.problem else None for row in rows] == [None, "invalid_value", None]
     assert "row 1: column 'odd'" in str(rows[1].problem)
     assert [row.data.get("id") for row in rows] == [0, None, 2]
-    assert [row.row for row in rows] == [0, 1, 2]
+    assert [row.index for row in rows] == [0, 1, 2]
 
 
 def test_a_parquet_file_without_rows_has_none(tmp_path: Path) -> None:
@@ -624,7 +624,7 @@ def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch, name: str, a
     assert hub.asked == asked
     assert source.count() is None
     assert [row.data for row in source.rows()] == [{"prompt": "a"}, {"prompt": "b", "when": "2024-01-01T00:00:00"}]
-    assert [(row.source, row.row) for row in source.rows()] == [(name, 0), (name, 1)]
+    assert [(row.source, row.index) for row in source.rows()] == [(name, 0), (name, 1)]
 
 
 def test_an_unknown_option_of_a_hub_dataset_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import RowError
-from cbatch.rows.record import FIELDS, RecordShape, dumps
+from cbatch.output.record import FIELDS, RecordShape, dumps
 from cbatch.rows.request import Completion, Row
 
 BREAKS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\x00", "\x7f", "\u0091"]

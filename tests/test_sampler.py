@@ -303,7 +303,7 @@ def test_sampled_rows_do_not_depend_on_order_company_or_memory(kind: str) -> Non
     runs = []
     for chosen, blocks in ((requests, 200), (requests[::-1], 200), (requests[::2], 200), (requests, 10)):
         engine = make_engine(model, num_blocks=blocks, kind=kind)
-        runs.append({c.row.row: c.token_ids for c in run(engine, chosen)})
+        runs.append({c.row.index: c.token_ids for c in run(engine, chosen)})
     assert len(set(runs[0].values())) == 24
     for one in runs[1:]:
         assert one.items() <= runs[0].items()

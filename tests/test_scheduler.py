@@ -110,7 +110,7 @@ def test_every_workload_completes_within_its_limits(
         scheduler._window = 0 if kind == "dynamic" else scheduler._window
     tokens = sum(seq.max_len for seq in sequences)
     trace = simulate(scheduler, sequences, most_steps=100 + 3 * len(sequences) * tokens, per_step=per_step)
-    assert sorted(seq.request.row.row for seq in trace.finished) == sorted(seq.request.row.row for seq in sequences)
+    assert sorted(seq.request.row.index for seq in trace.finished) == sorted(seq.request.row.index for seq in sequences)
     if kind != "continuous":
         assert not trace.preemptions
 

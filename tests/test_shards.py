@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cbatch.errors import Fatal
-from cbatch.rows import parquet
+from cbatch.output import parquet
+from cbatch.output.journal import Done, Journal
+from cbatch.output.record import FIELDS, RecordShape, dumps
+from cbatch.output.shards import Shards
 from cbatch.rows.inputs import resolve
-from cbatch.rows.journal import Done, Journal
 from cbatch.rows.reader import UNKNOWN_DIGEST, Source
-from cbatch.rows.record import FIELDS, RecordShape, dumps
-from cbatch.rows.shards import Shards
 
 NUM_ROWS = 11
 ORDER = (3, 0, 1, 7, 2, 10, 5, 4, 6, 9, 8)  # in which the rows finish

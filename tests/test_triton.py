@@ -12,8 +12,9 @@ from torch.nn import functional
 
 import tests.interpreter  # noqa: F401 repairs bfloat16
 from cbatch.engine.sequence import Sequence
-from cbatch.kernels import gated, moe, paged_attention, reference, rms_norm, sample, store_kv
-from cbatch.kernels.shapes import AttentionShape
+from cbatch.kernels import reference
+from cbatch.kernels.gpu import gated, moe, paged_attention, rms_norm, sample, store_kv
+from cbatch.kernels.gpu.shapes import AttentionShape
 from cbatch.model import ops, sampler
 from cbatch.model.attention import layer_shapes
 from cbatch.model.batch import single
@@ -212,9 +213,9 @@ def test_experts(num_tokens: int, gelu: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     gate_up, down = torch.randn(5, 48, 40, generator=generator), torch.randn(5, 40, 24, generator=generator)
     x = torch.randn(num_tokens, 40, generator=generator)
-    weights, chosen = torch.rand(num_tokens, 5, generator=generator).topk(2)  # expert 4 may get no token at all
-    out = moe.experts(x, gate_up, down, chosen, weights, gelu)
-    assert error(out, reference.experts(x, gate_up, down, chosen, weights, gelu)) < 1e-6
+    weights, topk_ids = torch.rand(num_tokens, 5, generator=generator).topk(2)  # expert 4 may get no token at all
+    out = moe.experts(x, gate_up, down, topk_ids, weights, gelu)
+    assert error(out, reference.experts(x, gate_up, down, topk_ids, weights, gelu)) < 1e-6
 
 
 # The sampler

@@ -102,6 +102,6 @@ def test_every_row_gets_what_it_would_get_alone(
         scheduler.check()
     assert scheduler.pool.num_used_blocks == 0
     event(f"preempted: {engine.stats.preemptions > 0}")
-    found = {one.row.row: (one.text, one.error.kind if one.error else one.finish_reason) for one in completions}
+    found = {one.row.index: (one.text, one.error.kind if one.error else one.finish_reason) for one in completions}
     assert len(completions) == len(requests)
-    assert found == {one.row.row: expected(one, num_blocks * block_size) for one in requests}
+    assert found == {one.row.index: expected(one, num_blocks * block_size) for one in requests}

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cbatch.errors import Fatal, RowError
-from cbatch.rows.journal import Journal
-from cbatch.rows.record import RecordShape
+from cbatch.output.journal import Journal
+from cbatch.output.record import RecordShape
+from cbatch.output.shards import Shards
+from cbatch.output.writer import ReaderGone, ShardSink, StreamSink, Writer
 from cbatch.rows.request import Completion, Row
-from cbatch.rows.shards import Shards
-from cbatch.rows.writer import ReaderGone, ShardSink, StreamSink, Writer
 
 
 def completion(number: int, error: RowError | None = None) -> Completion:
@@ -46,7 +46,7 @@ class Recorder:
     def write(self, completions: list[Completion]) -> None:
         if self.gate:
             assert self.gate.wait(10)
-        self.rows += [one.row.row for one in completions]
+        self.rows += [one.row.index for one in completions]
         if self.fail_at is not None and len(self.rows) > self.fail_at:
             raise Fatal("can't write")
 

@@ -63,7 +63,7 @@ class Facts:
     max_num_seqs: int
     capacity: int  # tokens that the KV cache holds
     max_model_len: int
-    has_end: bool  # the model names an end-of-sequence token
+    has_eos: bool  # the model names an end-of-sequence token
     notes: tuple[str, ...]  # what it does without, and why; for the user
     engines: int = 1
 

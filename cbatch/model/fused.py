@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cbatch.kernels import native
+from cbatch.kernels.cpu import native
 from cbatch.model import ops
 from cbatch.model.batch import Batch, single
 from cbatch.model.kv_cache import KVCache, LayerShape
@@ -70,8 +70,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj, self.gelu = original.gate_up_proj, original.down_proj, gate == "gelu"
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return ops.experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.gelu)
+    def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ops.experts(x, self.gate_up_proj, self.down_proj, topk_ids, weights, self.gelu)
 
 
 class Attention(nn.Module):
@@ -202,7 +202,9 @@ class _Fusion:
     layers: Mapping[int, LayerShape]
     block_size: int
     int8: bool
-    pages: native.Pages = field(default_factory=native.Pages)  # for the caches of all trials: fresh ones take long
+    pages: native.HugePages = field(
+        default_factory=native.HugePages
+    )  # for the caches of all trials: fresh ones take long
 
     def of(self, module: nn.Module) -> nn.Module | None:
         """A fused module that computes what `module` does, or None."""
@@ -270,8 +272,8 @@ class _Fusion:
         if isinstance(fused, Experts):
             count, _, depth = module.gate_up_proj.shape
             x = torch.randn(_TOKENS, depth, generator=generator).to(device, dtype)
-            weights, chosen = torch.rand(_TOKENS, count, generator=generator).to(device).topk(min(2, count))
-            return [one(x, chosen, weights.to(dtype)) for one in (module, fused)]
+            weights, topk_ids = torch.rand(_TOKENS, count, generator=generator).to(device).topk(min(2, count))
+            return [one(x, topk_ids, weights.to(dtype)) for one in (module, fused)]
         x = torch.randn(1, _TOKENS, _depth(module), generator=generator).to(device, dtype)
         return [one(x) for one in (module, fused)]
 

@@ -11,7 +11,7 @@ import torch
 
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
-from cbatch.kernels.native import Layer, Pages, row_size
+from cbatch.kernels.cpu.native import HugePages, Layer, row_size
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 
@@ -47,7 +47,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        pages: Pages | None = None,
+        pages: HugePages | None = None,
     ) -> None:
         """`pages`: where to take memory from on a CPU; by default from pages of its own."""
 
@@ -55,7 +55,7 @@ class KVCache:
             shape = num_blocks, block_size, layer.num_kv_heads, row_size(size, dtype)
             return source.take(shape, dtype) if device.type == "cpu" else torch.empty(shape, dtype=dtype, device=device)
 
-        source = pages or Pages()
+        source = pages or HugePages()
 
         self.k = {index: tensor(layer, layer.key_size) for index, layer in layers.items()}
         self.v = {index: tensor(layer, layer.value_size) for index, layer in layers.items()}

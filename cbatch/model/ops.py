@@ -7,7 +7,8 @@ from functools import cache, lru_cache
 import torch
 from torch.nn import functional
 
-from cbatch.kernels import build, native, reference, sdpa
+from cbatch.kernels import reference, sdpa
+from cbatch.kernels.cpu import build, native
 from cbatch.model.batch import Batch
 from cbatch.model.fetch import cache_folder
 
@@ -82,7 +83,7 @@ def store_kv(
 ) -> None:
     """`reference.store_kv`."""
     if uses_triton(key) and fits_triton(key.shape[-1], value.shape[-1]):
-        from cbatch.kernels.store_kv import store_kv as kernel
+        from cbatch.kernels.gpu.store_kv import store_kv as kernel
 
         kernel(key, value, k_cache, v_cache, slot_mapping)
     elif (c := _c_attention(k_cache, v_cache)) is not None:
@@ -103,7 +104,7 @@ def paged_attention(
     """`reference.paged_attention` in the dtype of `query`."""
     where = batch.block_tables, batch.cu_seqlens_q, batch.seq_lens
     if uses_triton(query) and fits_triton(k_cache.shape[-1], v_cache.shape[-1]):
-        from cbatch.kernels.paged_attention import paged_attention as kernel
+        from cbatch.kernels.gpu.paged_attention import paged_attention as kernel
 
         longest = batch.max_seqlen_q, batch.max_seq_len
         return kernel(query, k_cache, v_cache, *where, *longest, scale, window, softcap)
@@ -129,15 +130,15 @@ def rope_store_kv(
     """`reference.rope_store_kv`: rotates `query` in place."""
     arguments = (query, key, value, k_cache, v_cache, slot_mapping, cos, sin, q_weight, k_weight, eps, weight_offset)
     if uses_triton(key) and fits_triton(key.shape[-1], value.shape[-1]):
-        from cbatch.kernels.store_kv import rope_store_kv as kernel
+        from cbatch.kernels.gpu.store_kv import rope_store_kv as kernel
 
         kernel(*arguments)
     elif (c := _c_attention(k_cache, v_cache)) is not None:
         c.store_kv(*arguments[:6], (cos, sin), (q_weight, k_weight, eps, weight_offset))
     else:
-        query.copy_(reference.turn(query, cos, sin, q_weight, eps, weight_offset))
+        query.copy_(reference.rotate(query, cos, sin, q_weight, eps, weight_offset))
         sdpa.store_kv(
-            reference.turn(key, cos, sin, k_weight, eps, weight_offset), value, k_cache, v_cache, slot_mapping
+            reference.rotate(key, cos, sin, k_weight, eps, weight_offset), value, k_cache, v_cache, slot_mapping
         )
 
 
@@ -150,7 +151,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """`reference.rms_norm`: adds into `residual` in place."""
     if uses_triton(x):
-        from cbatch.kernels.rms_norm import rms_norm as kernel
+        from cbatch.kernels.gpu.rms_norm import rms_norm as kernel
 
         return kernel(x, weight, eps, residual, weight_offset)
     if native.can_norm(x, weight, residual) and (c := c_kernels(x)) is not None:
@@ -161,7 +162,7 @@ def rms_norm(
 def gated(gate_up: torch.Tensor, gate: str) -> torch.Tensor:
     """gate_up [..., 2N] -> act(gate) * up [..., N]; `gate` is silu or gelu (tanh-approximated)."""
     if uses_triton(gate_up):
-        from cbatch.kernels.gated import gelu_mul, silu_mul
+        from cbatch.kernels.gpu.gated import gelu_mul, silu_mul
 
         return gelu_mul(gate_up) if gate == "gelu" else silu_mul(gate_up)
     first, up = gate_up.chunk(2, -1)
@@ -222,11 +223,16 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, gelu: bool
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: torch.Tensor,
+    gelu: bool,
 ) -> torch.Tensor:
     """`reference.experts`."""
     if uses_triton(x):
-        from cbatch.kernels.moe import experts as kernel
+        from cbatch.kernels.gpu.moe import experts as kernel
 
-        return kernel(x, gate_up, down, chosen, weights, gelu)
-    return reference.experts(x, gate_up, down, chosen, weights, gelu)
+        return kernel(x, gate_up, down, topk_ids, weights, gelu)
+    return reference.experts(x, gate_up, down, topk_ids, weights, gelu)

@@ -30,7 +30,7 @@ _SLACK = 1e-6  # how far float32 sums of probabilities may be from top_p
 def sample(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
     """logits [n, vocabulary], one row for each sequence -> token ids [n] int64, or INVALID_LOGITS.
 
-    On a GPU the draw is that of `kernels/sample.py`, whose random numbers are others, of the same streams. On a CPU
+    On a GPU the draw is that of `kernels/gpu/sample.py`, whose random numbers are others, of the same streams. On a CPU
     what may not be drawn becomes -inf in `logits`.
     """
     if ops.uses_triton(logits):
@@ -56,7 +56,7 @@ def _next(logits: torch.Tensor, sequences: Mapping[int, Sequence]) -> torch.Tens
     params = [seq.params for seq in sequences.values()]
     if len(sequences) == len(logits) and all(p.temperature == 0 for p in params):
         return ops.argmax(logits)
-    uniforms = [uniform(seq.request.stream, seq.num_completion_tokens) for seq in sequences.values()]
+    uniforms = [uniform(seq.request.random_key, seq.num_completion_tokens) for seq in sequences.values()]
     if (c := ops.c_sampler(logits)) is not None:
         size = logits.shape[-1]
         draws = [
@@ -78,11 +78,11 @@ def _sample_on_device(
     logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]
 ) -> torch.Tensor:
     """`sample` without a wait for the device."""
-    from cbatch.kernels import sample as kernel
+    from cbatch.kernels.gpu import sample as kernel
 
     logits = _adjusted(logits, sequences, eos_token_ids)
     params = [seq.params for seq in sequences]
-    signed = [(seq.request.stream + 2**63) % 2**64 - 2**63 for seq in sequences]
+    signed = [(seq.request.random_key + 2**63) % 2**64 - 2**63 for seq in sequences]
     top_k = [max(0, min(p.top_k, logits.shape[-1])) for p in params]
     seeds, ks, at = to_device(logits.device, signed, top_k, [seq.num_completion_tokens for seq in sequences])
     temperature, top_p, min_p = _floats(params, ("temperature", "top_p", "min_p"), logits.device)
@@ -91,7 +91,7 @@ def _sample_on_device(
 
 def _adjusted(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos_token_ids: SequenceOf[int]) -> torch.Tensor:
     """`logits` without what may not be drawn, and with what `_penalize` does to a row for all that need it at once."""
-    from cbatch.kernels.sample import penalize
+    from cbatch.kernels.gpu.sample import penalize
 
     rows, barred = _barred(sequences, eos_token_ids, logits.shape[-1])
     penalized = [row for row, seq in enumerate(sequences) if seq.params.has_penalties]

@@ -26,8 +26,8 @@ class Identities:
     def of(self, row: Row) -> str:
         """The identity of a row; call it once for every row, in the order of the input."""
         name = row.data.get("custom_id", row.data.get("id"))
-        identity = json.dumps(name) if isinstance(name, (str, int)) else f"{PurePath(row.source).name}:{row.row}"
-        return f"{identity}|{row.source}:{row.row}" if self._was_seen(identity) else identity
+        identity = json.dumps(name) if isinstance(name, (str, int)) else f"{PurePath(row.source).name}:{row.index}"
+        return f"{identity}|{row.source}:{row.index}" if self._was_seen(identity) else identity
 
     def _was_seen(self, identity: str) -> bool:
         digest = hashlib.blake2b(identity.encode(errors="replace"), digest_size=4 * _PROBES).digest()

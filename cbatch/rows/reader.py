@@ -49,7 +49,7 @@ class Source:
         try:
             for row in _READERS[self.kind](self):
                 yield row
-                number = row.row + 1
+                number = row.index + 1
             self._check_size()
         except Exception as error:  # files, Arrow and the Hub's streams raise what they like
             problem = RowError("read_error", f"{self.name}: can't be read on from here: {one_line(error)}")

@@ -94,7 +94,7 @@ class Row:
     """One input row as it was read. `data` holds all its columns, untouched."""
 
     source: str
-    row: int  # position among its source's rows, from 0
+    index: int  # position among its source's rows, from 0
     where: str  # for people: file and line
     data: dict[str, Any]
     digest: int  # checksum of the row's content, never 0
@@ -112,7 +112,7 @@ class Request:
     row: Row
     token_ids: list[int]  # the prompt
     params: SamplingParams
-    stream: int  # key of the row's random stream, 64 bits
+    random_key: int  # key of the row's random stream, 64 bits
     chat: bool = True
 
 

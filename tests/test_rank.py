@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from cbatch.errors import UsageError
+from cbatch.rows.rank import Rank, find_rank
 from cbatch.rows.reader import spans
-from cbatch.rows.share import Share, find_share
 from cbatch.run import OK, SOME_FAILED, USAGE
 from tests.test_run import SLOW, Child, num_records, records, row_numbers, write_input
 
@@ -59,8 +59,8 @@ def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_share_is_what_is_asked_for_or_what_the_environment_tells(
     asked: str | None, environ: Mapping[str, str], share: tuple[int, int], whose: str
 ) -> None:
-    found = find_share(asked, environ)
-    assert (found, found.whose) == (Share(*share), whose)
+    found = find_rank(asked, environ)
+    assert (found, found.whose) == (Rank(*share), whose)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_the_share_is_what_is_asked_for_or_what_the_environment_tells(
 )
 def test_a_share_that_can_not_be_told_is_refused(asked: str | None, environ: Mapping[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        find_share(asked, environ)
+        find_rank(asked, environ)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7])
 def test_every_row_belongs_to_one_share_and_small_files_are_spread(total: int) -> None:
-    shares = [Share(index, total) for index in range(total)]
+    shares = [Rank(index, total) for index in range(total)]
     for source in range(5):
         rows = np.arange(100)
         assert (sum(share.owns(source, rows).astype(int) for share in shares) == 1).all()
@@ -97,9 +97,9 @@ def test_every_row_belongs_to_one_share_and_small_files_are_spread(total: int) -
 
 def test_a_share_of_another_division_has_one_heir() -> None:
     for total in (1, 2, 3, 5):
-        heirs = [Share(index, total) for index in range(total)]
-        for left in (Share(), Share(1, 3), Share(4, 5), Share(8, 9)):
-            assert sum(heir.inherits(left) for heir in heirs) == (left.total != total)
+        heirs = [Rank(index, total) for index in range(total)]
+        for left in (Rank(), Rank(1, 3), Rank(4, 5), Rank(8, 9)):
+            assert sum(heir.inherits(left) for heir in heirs) == (left.num_ranks != total)
 
 
 def test_the_rows_within_skip_and_limit_are_those_that_are_read() -> None:

@@ -8,9 +8,9 @@ import time
 from typing import BinaryIO, Protocol
 
 from cbatch.errors import Fatal
-from cbatch.rows.record import RecordShape, dumps
+from cbatch.output.record import RecordShape, dumps
+from cbatch.output.shards import Shards
 from cbatch.rows.request import Completion
-from cbatch.rows.shards import Shards
 
 _QUEUE = 4096  # completions
 _SYNC_SECONDS = 1.0
@@ -57,7 +57,7 @@ class ShardSink:
             [
                 (
                     self._shards.shape.record(one),
-                    self._shards.entry(one.row.source, one.row.row, one.error is not None, one.row.digest),
+                    self._shards.entry(one.row.source, one.row.index, one.error is not None, one.row.digest),
                 )
                 for one in completions
             ]

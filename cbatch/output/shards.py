@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cbatch.errors import Fatal
-from cbatch.rows.journal import Done, Entries, Entry, IndexFile, Journal, as_entries, publish, read_lines, repair
+from cbatch.output.journal import Done, Entries, Entry, IndexFile, Journal, as_entries, publish, read_lines, repair
+from cbatch.output.record import RecordShape, dumps
+from cbatch.rows.rank import Rank
 from cbatch.rows.reader import UNKNOWN_DIGEST
-from cbatch.rows.record import RecordShape, dumps
-from cbatch.rows.share import Share
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,12 +28,12 @@ _PART = re.compile(r"part(?:-(\d+)-of-(\d+))?-(\d{5,})\.(?:jsonl|parquet)")
 class Part(NamedTuple):
     """One shard of a folder, by its number among those that tasks with this share made."""
 
-    share: Share
+    rank: Rank
     number: int
 
     @property
     def name(self) -> str:
-        return f"part{self.share.suffix}-{self.number:05d}"
+        return f"part{self.rank.suffix}-{self.number:05d}"
 
 
 class Shards:
@@ -64,8 +64,8 @@ class Shards:
         self._index_of = {name: index for index, name in enumerate(source_names)}
         self._rolling = not single_file and not ordered
         self.suffix = "parquet" if schema is not None else "jsonl"
-        self.share = journal.share
-        self._part = Part(self.share, 0)  # that grows
+        self.rank = journal.rank
+        self._part = Part(self.rank, 0)  # that grows
         self._num_rows = 0  # in the growing shard
         self._drop_failed = False  # when the growing file is made from the final ones
         self._file = self._index = -1
@@ -73,15 +73,15 @@ class Shards:
 
     def resume(self, retry_failed: bool) -> Done:
         """Find out what is done. With `retry_failed`, rows that failed are not, and their records go away."""
-        done = Done(len(self.source_names), self.share)
+        done = Done(len(self.source_names), self.rank)
         growing, finals = self._growing_files(), self._final_files()
         if self._rolling:
             for part in [part for part in growing if part in finals]:  # killed between the two
                 path = growing.pop(part)
                 if self._keeps(part):
                     path.unlink()
-            own = [part.number + (part in finals) for part in (*growing, *finals) if part.share == self.share]
-            self._part = Part(self.share, max(own, default=0))
+            own = [part.number + (part in finals) for part in (*growing, *finals) if part.rank == self.rank]
+            self._part = Part(self.rank, max(own, default=0))
         elif growing:
             finals = {}
         for part, path in finals.items():
@@ -101,18 +101,18 @@ class Shards:
         """What all tasks of the job together have done up to now."""
         growing = {part: self._read_growing(part, path) for part, path in self._growing_files().items()}
         finals = {part: self._entries_of_final(part, path) for part, path in self._final_files().items()}
-        done = Done(len(self.source_names), self.share)
+        done = Done(len(self.source_names), self.rank)
         for entries in {**growing, **finals}.values():
             done.add(entries)
         return done
 
     def _keeps(self, part: Part) -> bool:
         """Whether its files are this task's to change."""
-        return self.share.is_whole or part.share == self.share
+        return self.rank.is_whole or part.rank == self.rank
 
     def _is_siblings(self, part: Part) -> bool:
         """Whether it holds rows of another task of the same division: none of this task's, and it may run now."""
-        return part.share.total == self.share.total and part.share != self.share
+        return part.rank.num_ranks == self.rank.num_ranks and part.rank != self.rank
 
     def entry(self, source: str, row: int, failed: bool, digest: int) -> Entry:
         if source not in self._index_of:
@@ -210,7 +210,7 @@ class Shards:
 
     def _final_files(self) -> dict[Part, Path]:
         if self.single_file:
-            return {Part(self.share, 0): self.journal.output} if self.journal.output.exists() else {}
+            return {Part(self.rank, 0): self.journal.output} if self.journal.output.exists() else {}
         return _parts(self.journal.output.glob("part-*"))
 
     # Resuming
@@ -262,7 +262,7 @@ class Shards:
 
     def _records(self, path: Path) -> Iterator[dict[str, Any]]:
         if path.suffix == ".parquet":
-            from cbatch.rows import parquet
+            from cbatch.output import parquet
 
             return parquet.read_records(path)
         return (record for _, record, _ in read_lines(path, self.shape))
@@ -294,7 +294,7 @@ class Shards:
         path = self._growing(self._part)
         if self._rolling:
             self._publish_shard(self._part, path)
-            self._part = Part(self.share, self._part.number + 1)
+            self._part = Part(self.rank, self._part.number + 1)
         elif self.single_file and not self.ordered:
             self._publish_shard(self._part, path)
         else:
@@ -308,13 +308,13 @@ class Shards:
         """
         finals = self._final_files()
         for part, path in self._growing_files().items():
-            if not self.share.inherits(part.share) or part in finals:
+            if not self.rank.inherits(part.rank) or part in finals:
                 continue
             if len(entries := self._read_growing(part, path)):
                 records = (record for _, record, _ in read_lines(path, self.shape, growing=True))
                 self._write_final(part, records)
                 self._index_file(part).write(entries, self._final(part).stat().st_size)
-            if self.share.is_whole:
+            if self.rank.is_whole:
                 path.unlink()
 
     def _publish_in_order(self, path: Path) -> None:
@@ -324,7 +324,7 @@ class Shards:
         order = np.lexsort((entries["row"], entries["source"]))
         records, size = _in_order(path, order), len(order) if self.single_file else self.shard_rows
         starts = range(0, max(1, len(order)), max(1, size))
-        parts = [Part(self.share, number) for number in range(len(starts))]
+        parts = [Part(self.rank, number) for number in range(len(starts))]
         for part in parts:
             self._write_final(part, islice(records, size))
         for part in stale - set(parts):
@@ -348,7 +348,7 @@ class Shards:
         if self.schema is None:
             _replace(final, (dumps(record).encode() + b"\n" for record in records), scratch)
             return
-        from cbatch.rows import parquet
+        from cbatch.output import parquet
 
         parquet.write(scratch, records, self.schema)
         with scratch.open("rb") as file:
@@ -359,8 +359,8 @@ class Shards:
 def _parts(paths: Iterable[Path]) -> dict[Part, Path]:
     """Those of these that are shards, in the order of their shares and numbers."""
     matches = [(match, path) for path in paths if (match := _PART.fullmatch(path.name))]
-    found = {Part(Share(int(m[1] or 0), int(m[2] or 1)), int(m[3])): path for m, path in matches}
-    return dict(sorted(found.items(), key=lambda item: (item[0].share.total, item[0].share.index, item[0].number)))
+    found = {Part(Rank(int(m[1] or 0), int(m[2] or 1)), int(m[3])): path for m, path in matches}
+    return dict(sorted(found.items(), key=lambda item: (item[0].rank.num_ranks, item[0].rank.index, item[0].number)))
 
 
 def _append(file: int, data: bytes) -> None:

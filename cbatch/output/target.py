@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from cbatch.config import OutputConfig
 from cbatch.errors import UsageError
+from cbatch.output.record import RecordShape
 from cbatch.rows.reader import Source
-from cbatch.rows.record import RecordShape
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from cbatch.rows.journal import Journal
-    from cbatch.rows.shards import Shards
+    from cbatch.output.journal import Journal
+    from cbatch.output.shards import Shards
 
 
 _OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".ndjson", ".txt", ".gz", ".zst", ".arrow", ".feather")
@@ -52,12 +52,12 @@ class Target:
         """The columns of Parquet output, None for JSONL."""
         if self.format == "jsonl":
             return None
-        from cbatch.rows import parquet
+        from cbatch.output import parquet
 
         return parquet.schema_of(sources, self.output.prefix)
 
     def shards(self, journal: Journal, sources: Sequence[Source], schema: pa.Schema | None) -> Shards:
-        from cbatch.rows.shards import Shards
+        from cbatch.output.shards import Shards
 
         names = [source.name for source in sources]
         return Shards(journal, self.shape, names, schema, self.single_file, self.output.ordered, self.output.shard_rows)

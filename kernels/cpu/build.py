@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch  # noqa: F401 brings its OpenMP library
 
-_SOURCES = Path(__file__).parent / "cpu"
+_SOURCES = Path(__file__).parent
 _FLAGS = ["-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-strict-aliasing", "-Wno-psabi"]
 _SEAL = 16  # bytes of checksum at the end of a compiled library
 

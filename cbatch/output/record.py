@@ -44,7 +44,7 @@ class RecordShape:
             completion.finish_reason,
             completion.num_prompt_tokens,
             len(completion.token_ids),
-            row.row,
+            row.index,
             row.source,
             str(completion.error) if completion.error else None,
             completion.error.kind if completion.error else None,
@@ -71,7 +71,7 @@ def dumps(value: Any) -> str:
 def _openai_record(completion: Completion, prefix: str) -> dict[str, Any]:
     """A line of an OpenAI batch output file, with the place of the request added."""
     row, response, error = completion.row, None, None
-    ident = f"{zlib.crc32(row.source.encode(errors='replace')):08x}-{row.row}"
+    ident = f"{zlib.crc32(row.source.encode(errors='replace')):08x}-{row.index}"
     if completion.error:
         error = {"code": completion.error.kind, "message": str(completion.error)}
     else:
@@ -100,6 +100,6 @@ def _openai_record(completion: Completion, prefix: str) -> dict[str, Any]:
         "custom_id": row.data["custom_id"],
         "response": response,
         "error": error,
-        prefix + "row": row.row,
+        prefix + "row": row.index,
         prefix + "source": row.source,
     }

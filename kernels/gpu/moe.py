@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cbatch.kernels.gated import gelu_mul, silu_mul
+from cbatch.kernels.gpu.gated import gelu_mul, silu_mul
 
 _BLOCK_N, _BLOCK_K = 64, 64
 
@@ -24,13 +24,13 @@ def experts(
     x: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
-    chosen: torch.Tensor,
+    topk_ids: torch.Tensor,
     weights: torch.Tensor,
     gelu: bool = False,
 ) -> torch.Tensor:
-    """`reference.experts`: x [T, K], gate_up [E, 2I, K], down [E, K, I], chosen and weights [T, top] -> [T, K]."""
-    num_tokens, top = chosen.shape
-    order = chosen.flatten().sort(stable=True)
+    """`reference.experts`: x [T, K], gate_up [E, 2I, K], down [E, K, I], topk_ids and weights [T, top] -> [T, K]."""
+    num_tokens, top = topk_ids.shape
+    order = topk_ids.flatten().sort(stable=True)
     ids = torch.arange(gate_up.shape[0], device=x.device)
     offsets = torch.searchsorted(order.values, ids, right=True).to(torch.int32)
     hidden = grouped_matmul(x, gate_up, offsets, order.indices // top)

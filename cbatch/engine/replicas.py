@@ -211,7 +211,7 @@ class Worker:
     def give(self, requests: Iterable[Request], are_suspect: bool = False) -> None:
         self.has_suspects = are_suspect
         for request in requests:
-            self.held[request.row.source, request.row.row] = request
+            self.held[request.row.source, request.row.index] = request
             self._unsent.append(replace(request, row=replace(request.row, data={})))
 
     def send(self, is_near: bool = False, is_past: bool = False) -> None:
@@ -228,7 +228,7 @@ class Worker:
         self.running, self.ended = report.running, len(report.completions)
         for completion in report.completions:
             self.deaths = 0
-            yield replace(completion, row=self.held.pop((completion.row.source, completion.row.row)).row)
+            yield replace(completion, row=self.held.pop((completion.row.source, completion.row.index)).row)
 
     def bury(self) -> str:
         """The process has ended or is about to; how it did."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cbatch.kernels import build
+from cbatch.kernels.cpu import build
 
 _PANEL, _LANES = 32, 16
 MOST_INT8 = 1 << 16  # products of bytes, 255 * 127 at most, that 32 bits hold the sum of
@@ -80,7 +80,7 @@ def load(folder: Path, cpu: str = "native") -> Library:
     return Library(build.load(folder, cpu))
 
 
-class Pages:
+class HugePages:
     """Hands out memory that is in pages of 2 MiB where the system has them, and that is taken when first written.
 
     With pages of 4 KiB, finding them is a good part of the time that reading them takes.
@@ -135,7 +135,7 @@ class Library:
             function = getattr(library, name)
             function.argtypes, function.restype = kinds, None
         self._c: Any = library
-        self._pages = Pages()
+        self._pages = HugePages()
         self._multiplies_bf16 = bool(library.multiplies_bf16())
 
     def can_pack(self, weight: Tensor, gate: str | None, int8: bool) -> bool:

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cbatch.kernels.shapes import attention_shape
+from cbatch.kernels.gpu.shapes import attention_shape
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch.errors import UsageError
+from cbatch.output.record import FIELDS, dumps
 from cbatch.rows.reader import Source
-from cbatch.rows.record import FIELDS, dumps
 
 _BATCH = 1000  # rows
 _JSON = {b"cbatch": b"json"}  # metadata of a field that holds JSON text

@@ -31,8 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cbatch.errors import Fatal, UsageError
-from cbatch.rows.record import RecordShape
-from cbatch.rows.share import WHOLE, Share
+from cbatch.output.record import RecordShape
+from cbatch.rows.rank import WHOLE, Rank
 
 # One record of a shard: its row, the index of its source, a checksum of that row's input, and whether it failed.
 ENTRY = np.dtype([("row", "<u8"), ("source", "<u4"), ("digest", "<u4"), ("failed", "u1")])
@@ -48,9 +48,9 @@ class Done:
     `num_rows` and `num_failed` count those of a share only.
     """
 
-    def __init__(self, num_sources: int, share: Share = WHOLE) -> None:
+    def __init__(self, num_sources: int, rank: Rank = WHOLE) -> None:
         self._digests = [np.zeros(0, np.uint32) for _ in range(num_sources)]
-        self._share = share
+        self._rank = rank
         self.num_rows = self.num_failed = 0
 
     def add(self, entries: Entries) -> None:
@@ -62,7 +62,7 @@ class Done:
             if len(np.unique(rows)) < len(rows) or digests[rows].any():
                 raise Fatal("a row stands twice in the output; start anew with --overwrite")
             digests[rows] = of_source["digest"]
-        own = entries[self._share.owns(entries["source"], entries["row"])]
+        own = entries[self._rank.owns(entries["source"], entries["row"])]
         self.num_rows += len(own)
         self.num_failed += int(own["failed"].sum())
 
@@ -79,11 +79,11 @@ class Done:
 class Journal:
     """The state folder of one output, locked for this process while it is open."""
 
-    def __init__(self, output: Path, single_file: bool, share: Share = WHOLE) -> None:
-        self.output, self.share = output, share
+    def __init__(self, output: Path, single_file: bool, rank: Rank = WHOLE) -> None:
+        self.output, self.rank = output, rank
         self.state = output.with_name(f".{output.name}.cbatch") if single_file else output / ".cbatch"
-        self._summary = self.state / f"summary{share.suffix}.json"
-        lock = self.state / f"lock{share.suffix}"
+        self._summary = self.state / f"summary{rank.suffix}.json"
+        lock = self.state / f"lock{rank.suffix}"
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -91,11 +91,11 @@ class Journal:
             raise UsageError(f"{output}: can't write there: {error.strerror}") from None
         self.is_locked = self._try(self._lock, fcntl.LOCK_EX)
         for path in self.state.glob("lock*"):
-            if not path.name.endswith(f"-of-{share.total}") and path != lock:  # of a job that is divided otherwise
+            if not path.name.endswith(f"-of-{rank.num_ranks}") and path != lock:  # of a job that is divided otherwise
                 with path.open("rb") as other:
                     self._try(other.fileno(), fcntl.LOCK_SH)
         for scratch in self.state.glob("*.tmp"):  # of a job that was killed
-            if share.suffix in scratch.name:
+            if rank.suffix in scratch.name:
                 scratch.unlink()
 
     def _try(self, lock: int, kind: int) -> bool:
@@ -127,7 +127,7 @@ class Journal:
 
     def propose(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Record the settings of a new job, its seed among them, unless another task was faster; those that hold."""
-        mine = self.state / f"manifest{self.share.suffix}.json"
+        mine = self.state / f"manifest{self.rank.suffix}.json"
         write_atomically(mine, json.dumps(settings, indent=2) + "\n")
         with suppress(FileExistsError):
             (self.state / "manifest.json").hardlink_to(mine)  # unlike a rename, it replaces nothing
