@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from cbatch.config import RunConfig
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.errors import RowError
 from cbatch.model.attention import NAME, layer_shapes
 from cbatch.model.kv_cache import KVCache, LayerShape
 from cbatch.model.runner import Runner
@@ -75,9 +76,28 @@ def make_engine(
     return Engine(Runner(model, cache, sorted(eos)), scheduler, decode, eos, max_model_len)
 
 
-def run(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
+@dataclass(frozen=True)
+class Finished:
+    """A completion with a single output, laid flat."""
+
+    row: Row
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    text: str | None
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    error: RowError | None
+
+
+def finished(completion: Completion) -> Finished:
+    (output,) = completion.outputs
+    counts = completion.num_prompt_tokens, completion.num_cached_tokens
+    return Finished(completion.row, *counts, output.text, output.token_ids, output.finish_reason, output.error)
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> list[Finished]:
     """All completions in the order of the requests; the engine is left clean."""
-    completions = list(engine.generate(Given(requests)))
+    completions = [finished(completion) for completion in engine.generate(Given(requests))]
     engine.scheduler.check()
     assert engine.scheduler.pool.num_used_blocks == 0
     assert not engine.scheduler.running

@@ -377,7 +377,7 @@ def equality(check: Check, family: str, depth: int, graphs: bool) -> str:
     done = {one.row.index: one for one in engine.generate(Rows(requests))}
     if family not in _WANTED:
         _WANTED[family] = {one.row.index: greedy(own, one) for one in requests}
-    wrong = [row for row, tokens in _WANTED[family].items() if list(done[row].token_ids) != tokens]
+    wrong = [row for row, tokens in _WANTED[family].items() if list(done[row].outputs[0].token_ids) != tokens]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {count} rows differ: {wrong[:8]}")
     return f"{count} rows equal, {engine.stats.preemptions} preemptions"
@@ -453,7 +453,7 @@ def speed(check: Check, name: str) -> Iterator[tuple[str, Callable[[], str]]]:
             generate([request(n, prompt(5000 + warm + n, 20), 2) for n in range(warm)])
         generate([request(n, prompt(9000 + n, low + n), 2) for n in range(4)])
         engine, seconds, done = generate(shared["ragged"])
-        tokens = sum(len(one.token_ids) for one in done)
+        tokens = sum(one.num_completion_tokens for one in done)
         shared["rate"] = tokens / seconds
         idle = 1 - engine.stats.busy_seconds / seconds
         return f"{shared['rate']:,.0f} tokens/s, host outside of steps {idle:.1%} of the time"

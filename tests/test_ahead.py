@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cbatch.engine.engine import Engine
-from cbatch.rows.request import Completion
-from tests.drive import make_engine, make_request, run, spell
+from tests.drive import Finished, make_engine, make_request, run, spell
 from tests.tiny import VOCAB_SIZE, make_config, make_model
 
 STOPS = ((), (), (spell([17]), spell([40, 41])))
@@ -21,7 +20,7 @@ def model() -> Any:
     return make_model(make_config(), "cbatch")
 
 
-def rows_of(model: Any, seed: int, depth: int, kind: str) -> tuple[list[Completion], Engine]:
+def rows_of(model: Any, seed: int, depth: int, kind: str) -> tuple[list[Finished], Engine]:
     """The completions of a random workload in a random, small engine; the same for the same seed."""
     rng = random.Random(seed)
     block_size = rng.choice([2, 4, 8])

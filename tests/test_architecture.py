@@ -34,7 +34,14 @@ MAY_IMPORT = {
         "cbatch.model.ceilings",
         "cbatch.watch",
     },
-    "cbatch.check": {"cbatch.plan", "cbatch.rows", "cbatch.output", "cbatch.run", "cbatch.model.loader", "cbatch.model.kv_cache"},
+    "cbatch.check": {
+        "cbatch.plan",
+        "cbatch.rows",
+        "cbatch.output",
+        "cbatch.run",
+        "cbatch.model.loader",
+        "cbatch.model.kv_cache",
+    },
     "cbatch.bench": {
         "cbatch.bench",
         "cbatch.rows",

@@ -10,8 +10,8 @@ import torch
 
 from cbatch.engine.engine import Engine
 from cbatch.errors import RowError
-from cbatch.rows.request import Completion, Request, SamplingParams
-from tests.drive import Given, make_engine, make_request, run, spell, twins
+from cbatch.rows.request import Request, SamplingParams
+from tests.drive import Finished, Given, finished, make_engine, make_request, run, spell, twins
 from tests.tiny import VOCAB_SIZE, generate, make_config
 
 ROUTED, OWN = twins(make_config())
@@ -23,11 +23,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-def outcome(completion: Completion) -> tuple[Any, ...]:
+def outcome(completion: Finished) -> tuple[Any, ...]:
     return completion.token_ids, completion.text, completion.finish_reason, completion.num_prompt_tokens
 
 
-def one(request: Request, **settings: Any) -> Completion:
+def one(request: Request, **settings: Any) -> Finished:
     [completion] = run(make_engine(ROUTED, **settings), [request])
     return completion
 
@@ -389,7 +389,7 @@ class Late:
 
 def test_a_batch_that_waits_for_more_rows_does_not_spin() -> None:
     source = Late(make_request(0, prompt(5), max_tokens=2))
-    [completion] = make_engine(ROUTED, kind="static").generate(source)
+    [completion] = map(finished, make_engine(ROUTED, kind="static").generate(source))
     assert completion.finish_reason == "length"
     assert source.calls < 500
 

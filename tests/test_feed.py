@@ -78,7 +78,9 @@ def test_a_row_that_can_not_become_a_request_fails_and_costs_no_other() -> None:
     one, failed = feed(range(9), make)
     assert all_of(one) == [0, 2, 3, 5, 6, 8]
     assert [completion.row.index for completion in failed] == [1, 4, 7]
-    assert {(completion.finish_reason, completion.text) for completion in failed} == {("error", None)}
+    assert {(output.finish_reason, output.text) for completion in failed for output in completion.outputs} == {
+        ("error", None)
+    }
     assert str(failed[0].error) == "in.jsonl:2: no"
 
 

@@ -19,7 +19,7 @@ from cbatch.output import parquet
 from cbatch.output.record import FIELDS, RecordShape
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import read
-from cbatch.rows.request import Completion
+from cbatch.rows.request import Completion, Output
 
 
 def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -28,9 +28,9 @@ def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
     schema = parquet.schema_of(sources, "")
     records = [
         shape.record(
-            Completion(one, error=one.problem or RowError("template_error", "no"))
+            Completion.failed(one, one.problem or RowError("template_error", "no"))
             if number % 3 == 2 or one.problem
-            else Completion(one, text=f"out {number}", token_ids=(1, 2), finish_reason="stop", num_prompt_tokens=3)
+            else Completion(one, (Output(f"out {number}", (1, 2), "stop"),), num_prompt_tokens=3)
         )
         for number, one in enumerate(read(sources))
     ]

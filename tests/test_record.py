@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cbatch.errors import RowError
 from cbatch.output.record import FIELDS, RecordShape, dumps
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Output, Row
 
 BREAKS = ["\n", "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\x00", "\x7f", "\u0091"]
 
@@ -21,13 +21,12 @@ def row(**data: Any) -> Row:
     return Row("in.jsonl", 3, "in.jsonl:4", data, 255)
 
 
-def done(one: Row, **more: Any) -> Completion:
-    fields = {"text": "out", "token_ids": (5, 6), "finish_reason": "stop", "num_prompt_tokens": 9, **more}
-    return Completion(one, **fields)
+def done(row: Row, finish_reason: str = "stop", **more: Any) -> Completion:
+    return Completion(row, (Output("out", (5, 6), finish_reason),), num_prompt_tokens=9, **more)
 
 
-def failed(one: Row, kind: str = "prompt_too_long") -> Completion:
-    return Completion(one, error=RowError(kind, "in.jsonl:4: no"))
+def failed(row: Row, kind: str = "prompt_too_long") -> Completion:
+    return Completion.failed(row, RowError(kind, "in.jsonl:4: no"))
 
 
 # Lines

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from cbatch.errors import RowError
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Output, Row
 from cbatch.watch import report
 from cbatch.watch.stats import RunStats
 
@@ -16,10 +16,10 @@ def stats_of_a_run() -> RunStats:
     for number in range(10):
         row = Row("prompts", number, "row", {}, 1)
         if number < 2:
-            stats.finished(Completion(row, error=RowError("empty_prompt", "no tokens")))
+            stats.finished(Completion.failed(row, RowError("empty_prompt", "no tokens")))
         else:
             reason = "length" if number < 4 else "stop"
-            stats.finished(Completion(row, "text", (1,) * 50, reason, num_prompt_tokens=100))
+            stats.finished(Completion(row, (Output("text", (1,) * 50, reason),), num_prompt_tokens=100))
     stats.steps, stats.occupancy, stats.preemptions, stats.busy_seconds = 100, 450, 3, 70.0
     stats.first_step_at, stats.last_completion_at = stats.started_at + 10, stats.started_at + 90
     stats.kv_used_sum, stats.kv_used_most = 40.0, 0.9
@@ -78,7 +78,7 @@ def test_a_run_with_nothing_to_do_has_a_summary_too() -> None:
 
 def test_a_run_of_nothing_but_failures_has_a_summary_too() -> None:
     stats = RunStats(rows_total=1, steps=1, occupancy=1, busy_seconds=0.1)
-    stats.finished(Completion(Row("prompts", 0, "row", {}, 1), error=RowError("invalid_logits", "no")))
+    stats.finished(Completion.failed(Row("prompts", 0, "row", {}, 1), RowError("invalid_logits", "no")))
     assert "1 failed (1 invalid_logits)" in report.text(report.summary(stats, True), "out")
 
 

@@ -11,13 +11,13 @@ from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.scheduler import Scheduler, StaticScheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Output, Row
 from cbatch.watch.stats import EngineStats, Histogram, ModelCost, RunStats
 from tests.drive import make_request
 
 
-def completion(number: int, **values: object) -> Completion:
-    return Completion(Row("prompts", number, "row", {}, 1), **values)  # type: ignore[arg-type]
+def completion(number: int, output: Output, num_prompt_tokens: int = 0) -> Completion:
+    return Completion(Row("prompts", number, "row", {}, 1), (output,), num_prompt_tokens)
 
 
 @settings(deadline=None, max_examples=100)
@@ -93,8 +93,8 @@ def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
     assert stats.first_step_at is None  # nothing to compute yet
     scheduler.add(Sequence(make_request(0, [1, 2]), 9))
     stats.scheduled(scheduler.schedule(), scheduler)
-    stats.finished(completion(0, text="a", finish_reason="stop"))
-    stats.finished(completion(1, text="b", finish_reason="stop"))
+    stats.finished(completion(0, Output("a", (), "stop")))
+    stats.finished(completion(1, Output("b", (), "stop")))
     assert stats.started_at < stats.first_step_at < stats.first_completion_at < stats.last_completion_at
     assert stats.generation_seconds == stats.last_completion_at - stats.first_step_at
 
@@ -111,9 +111,9 @@ def test_the_first_token_and_the_following_ones_are_timed_apart() -> None:
 
 def test_finished_rows_are_counted_by_how_they_ended() -> None:
     stats = RunStats()
-    stats.finished(completion(0, text="a", token_ids=(1, 2), finish_reason="stop", num_prompt_tokens=5))
-    stats.finished(completion(1, text="b", token_ids=(1,), finish_reason="length", num_prompt_tokens=7))
-    stats.finished(completion(2, error=RowError("bad", "no"), num_prompt_tokens=9))
+    stats.finished(completion(0, Output("a", (1, 2), "stop"), 5))
+    stats.finished(completion(1, Output("b", (1,), "length"), 7))
+    stats.finished(completion(2, Output(error=RowError("bad", "no")), 9))
     assert (stats.rows_ok, stats.rows_failed, stats.rows_length, stats.rows_done) == (2, 1, 1, 3)
     assert (stats.prompt_tokens, stats.completion_tokens) == (12, 3)
     assert dict(stats.errors) == {"bad": 1}
@@ -124,7 +124,7 @@ def test_two_threads_count_every_row() -> None:
 
     def many() -> None:
         for number in range(5000):
-            stats.finished(completion(number, text="", finish_reason="stop", num_prompt_tokens=1))
+            stats.finished(completion(number, Output("", (), "stop"), 1))
 
     threads = [threading.Thread(target=many) for _ in range(2)]
     for thread in threads:
@@ -141,7 +141,7 @@ def test_how_long_rows_run_is_told_from_how_many_run_and_how_many_end() -> None:
         stats.steps, stats.occupancy, stats.running = stats.steps + 1, stats.occupancy + 4, 4
         stats.busy_seconds += 0.5
         if number % 5 in (2, 4):
-            stats.finished(completion(number, text="x", finish_reason="stop"))
+            stats.finished(completion(number, Output("x", (), "stop")))
     assert stats.row_seconds() == pytest.approx(5, rel=0.02)
 
 

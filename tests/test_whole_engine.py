@@ -12,7 +12,7 @@ from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.rows.request import Completion, Request
 from tests.chain import ChainRunner, continuation
-from tests.drive import Given, make_request, spell
+from tests.drive import Given, finished, make_request, spell
 
 VOCABULARY, EOS, CONTEXT = 12, 11, 48
 
@@ -102,6 +102,9 @@ def test_every_row_gets_what_it_would_get_alone(
         scheduler.check()
     assert scheduler.pool.num_used_blocks == 0
     event(f"preempted: {engine.stats.preemptions > 0}")
-    found = {one.row.index: (one.text, one.error.kind if one.error else one.finish_reason) for one in completions}
+    found = {
+        one.row.index: (one.text, one.error.kind if one.error else one.finish_reason)
+        for one in map(finished, completions)
+    }
     assert len(completions) == len(requests)
     assert found == {one.row.index: expected(one, num_blocks * block_size) for one in requests}

@@ -14,12 +14,12 @@ from cbatch.output.journal import Journal
 from cbatch.output.record import RecordShape
 from cbatch.output.shards import Shards
 from cbatch.output.writer import ReaderGone, ShardSink, StreamSink, Writer
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Output, Row
 
 
 def completion(number: int, error: RowError | None = None) -> Completion:
     row = Row("in.jsonl", number, f"in.jsonl:{number + 1}", {"id": number, "prompt": "a\u2028\nb"}, 5)
-    return Completion(row, error=error) if error else Completion(row, text=f"out {number}", finish_reason="stop")
+    return Completion.failed(row, error) if error else Completion(row, (Output(f"out {number}", (), "stop"),))
 
 
 class Pipe(io.BytesIO):

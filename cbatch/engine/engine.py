@@ -16,7 +16,7 @@ from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
 from cbatch.model.batch import pack
 from cbatch.model.runner import INVALID_LOGITS, Launched, Runner
-from cbatch.rows.request import Completion, Request
+from cbatch.rows.request import Completion, Output, Request
 from cbatch.watch.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -174,12 +174,8 @@ class Engine:
             try:
                 taken.append(self._sequence(request))
             except RowError as error:
-                yield Completion(
-                    request.row,
-                    num_prompt_tokens=len(request.token_ids),
-                    chat=request.chat,
-                    error=RowError(error.kind, f"{request.row.where}: {error}"),
-                )
+                error = RowError(error.kind, f"{request.row.where}: {error}")
+                yield Completion.failed(request.row, error, len(request.token_ids), request.chat)
         if self.order == "auto":
             taken.sort(key=lambda seq: longest_first(seq.request, seq.max_len))
         for seq in taken:
@@ -252,16 +248,9 @@ class Engine:
         text = None if error else self.decode(token_ids)
         if text is not None and seq.stop_finder and (shorter := seq.stop_finder.cut(text)) is not None:
             text, finish_reason = shorter, "stop"
-        return Completion(
-            seq.request.row,
-            text,
-            tuple(token_ids),
-            finish_reason,
-            seq.num_prompt_tokens,
-            seq.num_cached_tokens or 0,
-            seq.request.chat,
-            error,
-        )
+        output = Output(text, tuple(token_ids), finish_reason, error)
+        cached = seq.num_cached_tokens or 0
+        return Completion(seq.request.row, (output,), seq.num_prompt_tokens, cached, seq.request.chat)
 
 
 def look_ahead(requests: Requests, num_waiting: int, most: int, is_idle: bool) -> list[Request]:

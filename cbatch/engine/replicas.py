@@ -250,7 +250,7 @@ def _failed(request: Request, how: str) -> Completion:
     error = RowError(
         "worker_died", f"{request.row.where}: the engine died with this row, also when it had no other ({how})"
     )
-    return Completion(request.row, num_prompt_tokens=len(request.token_ids), chat=request.chat, error=error)
+    return Completion.failed(request.row, error, len(request.token_ids), request.chat)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cbatch.errors import RowError
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Output, Row
 
 FIELDS = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "row", "source", "error", "error_kind")
 
@@ -39,18 +39,19 @@ class RecordShape:
         row = completion.row
         if row.is_openai and self.openai:
             return _openai_record(completion, self.prefix)
+        (output,) = completion.outputs
         values = (
-            completion.text,
-            completion.finish_reason,
+            output.text,
+            output.finish_reason,
             completion.num_prompt_tokens,
-            len(completion.token_ids),
+            len(output.token_ids),
             row.index,
             row.source,
-            str(completion.error) if completion.error else None,
-            completion.error.kind if completion.error else None,
+            str(output.error) if output.error else None,
+            output.error.kind if output.error else None,
         )
         added = {self.prefix + name: value for name, value in zip(FIELDS, values, strict=True)}
-        collision = completion.error is not None and completion.error.kind == "column_collision"
+        collision = output.error is not None and output.error.kind == "column_collision"
         return added if collision else {**row.data, **added}
 
     def key(self, record: dict[str, Any]) -> tuple[str, int, bool]:
@@ -75,18 +76,13 @@ def _openai_record(completion: Completion, prefix: str) -> dict[str, Any]:
     if completion.error:
         error = {"code": completion.error.kind, "message": str(completion.error)}
     else:
-        answer: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": completion.finish_reason}
-        if completion.chat:
-            answer["message"] = {"role": "assistant", "content": completion.text}
-        else:
-            answer["text"] = completion.text
-        prompt_tokens, completion_tokens = completion.num_prompt_tokens, len(completion.token_ids)
+        prompt_tokens, completion_tokens = completion.num_prompt_tokens, completion.num_completion_tokens
         body = {
             "id": f"cmpl-{ident}",
             "object": "chat.completion" if completion.chat else "text_completion",
             "created": int(time.time()),
             "model": row.data["body"].get("model"),
-            "choices": [answer],
+            "choices": [_choice(index, output, completion.chat) for index, output in enumerate(completion.outputs)],
             "usage": {
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": completion_tokens,
@@ -103,3 +99,9 @@ def _openai_record(completion: Completion, prefix: str) -> dict[str, Any]:
         prefix + "row": row.index,
         prefix + "source": row.source,
     }
+
+
+def _choice(index: int, output: Output, chat: bool) -> dict[str, Any]:
+    """One answer in the body of an OpenAI response."""
+    text = {"message": {"role": "assistant", "content": output.text}} if chat else {"text": output.text}
+    return {"index": index, "logprobs": None, "finish_reason": output.finish_reason, **text}

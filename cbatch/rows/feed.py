@@ -63,7 +63,7 @@ class Feed:
                 try:
                     request = self._build(row)
                 except RowError as error:
-                    self._fail(Completion(row, error=error))
+                    self._fail(Completion.failed(row, error))
                     continue
                 if request and not self._put(request):
                     return

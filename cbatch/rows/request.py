@@ -117,14 +117,35 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """One output row. `finish_reason` is stop, length or error; then `text` is None and `error` says why."""
+class Output:
+    """A generated text. One that failed has an `error`, no text, and the tokens it got before."""
 
-    row: Row
     text: str | None = None
     token_ids: tuple[int, ...] = ()  # without the end-of-sequence token
-    finish_reason: str = "error"
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    chat: bool = True
+    finish_reason: str = "error"  # or stop, or length
     error: RowError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The outcome of a row: one `Output` for each text that was asked for. Lengths in tokens."""
+
+    row: Row
+    outputs: tuple[Output, ...]
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    chat: bool = True  # the prompt was a conversation
+
+    @classmethod
+    def failed(cls, row: Row, error: RowError, num_prompt_tokens: int = 0, chat: bool = True) -> Completion:
+        """The outcome of a row for which nothing was generated."""
+        return cls(row, (Output(error=error),), num_prompt_tokens, chat=chat)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def error(self) -> RowError | None:
+        """The error of the first output that failed."""
+        return next((output.error for output in self.outputs if output.error), None)

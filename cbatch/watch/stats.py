@@ -186,13 +186,13 @@ class RunStats(EngineStats):
     def finished(self, completion: Completion) -> None:
         """Count a row that is done. Called from two threads."""
         with self._lock:
-            if completion.error:
+            if error := completion.error:
                 self.rows_failed += 1
-                self.errors[completion.error.kind] += 1
+                self.errors[error.kind] += 1
                 return
             self.last_completion_at = time.perf_counter()
             self.first_completion_at = self.first_completion_at or self.last_completion_at
             self.rows_ok += 1
-            self.rows_length += completion.finish_reason == "length"
+            self.rows_length += any(output.finish_reason == "length" for output in completion.outputs)
             self.prompt_tokens += completion.num_prompt_tokens
-            self.completion_tokens += len(completion.token_ids)
+            self.completion_tokens += completion.num_completion_tokens
