@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cbatch.config import RunConfig
 from cbatch.errors import RowError, UsageError
 from cbatch.output.record import RecordShape
+from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
 from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
@@ -53,7 +54,11 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
         if rows and config.prompt.template:
             check_template(config.prompt.template, rows)
         names = {config.prompt.prompt_column, "messages", "token_ids"}
-        if rows and not config.prompt.template and not any(names & row.data.keys() or row.is_openai for row in rows):
+        if (
+            rows
+            and not config.prompt.template
+            and not any(names & row.data.keys() or openai.is_request(row) for row in rows)
+        ):
             columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
             raise UsageError(
                 f"{source.name}: no column {config.prompt.prompt_column!r}, 'messages' or 'token_ids'. "

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.request import SamplingParams
 
 EDGES: list[tuple[str, list[Any], list[Any]]] = [
     ("max_tokens", [1, 10**9, 10**30], [0, -1, "20", 1e9, True, math.nan]),
@@ -83,8 +83,3 @@ def test_any_json_value_is_taken_or_refused_and_nothing_else(name: str, value: A
     except ValueError:
         return
     assert SamplingParams(**asdict(params)) == params
-
-
-def test_a_row_is_an_openai_request_only_with_both_of_its_keys() -> None:
-    for keys, expected in ((("body", "custom_id"), True), (("body",), False), (("custom_id",), False)):
-        assert Row("s", 0, "s:1", dict.fromkeys(keys, "x"), 2).is_openai is expected

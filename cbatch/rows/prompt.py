@@ -9,13 +9,9 @@ from typing import Any
 
 from cbatch.config import PromptConfig
 from cbatch.errors import RowError, UsageError
+from cbatch.rows import openai
 from cbatch.rows.identity import Identities
 from cbatch.rows.request import Request, Row, SamplingParams
-
-_OPENAI_URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
-_OPENAI_NAMES = {"max_completion_tokens": "max_tokens", "stop_token_ids": "stop_token_id"}
-_OPENAI_IGNORED = {"model", "messages", "prompt", "user", "metadata", "store", "service_tier"}
-_OPENAI_NEUTRAL = {"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False}
 
 
 class PromptBuilder:
@@ -64,13 +60,16 @@ class PromptBuilder:
         return str(self.tokenizer.decode(self._request(row, "").token_ids))
 
     def _request(self, row: Row, identity: str) -> Request:
-        if row.is_openai:
-            prompt, overrides = _openai_body(row.data)
+        is_openai = openai.is_request(row)
+        prompt: Any
+        overrides: Any
+        if is_openai:
+            prompt, overrides = openai.prompt_and_params(row)
         else:
             prompt, overrides = self._prompt(row.data), row.data.get("params")
         params = self._params(overrides)
         chat = isinstance(prompt, list) and not _is_ids(prompt)
-        if isinstance(prompt, str) and self.chat and not row.is_openai:
+        if isinstance(prompt, str) and self.chat and not is_openai:
             prompt, chat = [{"role": "user", "content": prompt}], True
         token_ids = self._token_ids(prompt)
         if not token_ids:
@@ -225,30 +224,6 @@ def _text_part(part: Any) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else part
     raise RowError("invalid_messages", f"a content part of type {kind!r} is not text")
-
-
-def _openai_body(data: dict[str, Any]) -> tuple[Any, Any]:
-    """The prompt and the sampling parameters of an OpenAI batch request."""
-    body, url = data["body"], data.get("url") or "/v1/chat/completions"
-    if not isinstance(body, dict) or str(url) not in _OPENAI_URLS or (data.get("method") or "POST") != "POST":
-        raise RowError(
-            "invalid_request", f"cbatch answers POST to {' and '.join(_OPENAI_URLS)} with a body, not {url!r:.80}"
-        )
-    prompt = body.get(_OPENAI_URLS[url])
-    if prompt is None:
-        raise RowError("missing_prompt", f"the body has no {_OPENAI_URLS[url]!r}")
-    if _OPENAI_URLS[url] == "messages" and not isinstance(prompt, list):
-        raise RowError("invalid_messages", f"messages must be a list, not {prompt!r:.80}")
-    params: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in _OPENAI_IGNORED or value is None:
-            continue
-        if name in _OPENAI_NEUTRAL:
-            if value != _OPENAI_NEUTRAL[name]:
-                raise RowError("invalid_params", f"{name}: {value!r} is not supported")
-            continue
-        params[_OPENAI_NAMES.get(str(name), str(name))] = value
-    return prompt, params
 
 
 def _names(data: dict[str, Any]) -> str:

@@ -100,10 +100,6 @@ class Row:
     digest: int  # checksum of the row's content, never 0
     problem: RowError | None = None  # the row could not be read
 
-    @property
-    def is_openai(self) -> bool:
-        return "body" in self.data and "custom_id" in self.data
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
