@@ -31,5 +31,14 @@ class RowError(ValueError):
         super().__init__(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
         self.kind = kind
 
+    def at(self, place: str) -> RowError:
+        """This error with the place of its row, such as `FILE:LINE`, before the message."""
+        return RowError(self.kind, f"{place}: {self}")
+
     def __reduce__(self) -> tuple[type[RowError], tuple[str, str]]:
         return RowError, (self.kind, str(self))
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

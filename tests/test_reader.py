@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from cbatch.errors import RowError, UsageError
 from cbatch.output.record import dumps
-from cbatch.rows import reader
+from cbatch.rows import lines
 from cbatch.rows.inputs import resolve
-from cbatch.rows.reader import UNKNOWN_DIGEST, Source, parse_object, read
+from cbatch.rows.json_object import parse_object
+from cbatch.rows.reader import UNKNOWN_DIGEST, Source, read
 from cbatch.rows.request import Row
 
 
@@ -118,21 +119,21 @@ def test_a_bad_line_is_a_problem_of_its_row_only(tmp_path: Path, bad: bytes, kin
 
 
 def test_nesting_up_to_the_limit_passes_through_every_stage() -> None:
-    text = b'{"a": ' + b'{"b": ' * 99 + b"[" * 99 + b'"\\ud800"' + b"]" * 99 + b"}" * 99 + b"}"
+    text = '{"a": ' + '{"b": ' * 99 + "[" * 99 + '"\\ud800"' + "]" * 99 + "}" * 99 + "}"
     assert len(dumps(parse_object(text))) > 500
 
 
 def test_many_brackets_that_are_not_nested_are_fine() -> None:
-    assert len(parse_object(b'{"a": [' + b"[]," * 5000 + b'{}], "b": "' + b"[{" * 5000 + b'"}')["a"]) == 5001
+    assert len(parse_object('{"a": [' + "[]," * 5000 + '{}], "b": "' + "[{" * 5000 + '"}')["a"]) == 5001
 
 
 def test_numbers_keep_their_value() -> None:
-    text = b'{"big": 123456789012345678901234567890, "small": -0.0, "int": 1, "float": 1.0, "tiny": 5e-324}'
-    assert json.dumps(parse_object(text)).encode() == text
+    text = '{"big": 123456789012345678901234567890, "small": -0.0, "int": 1, "float": 1.0, "tiny": 5e-324}'
+    assert json.dumps(parse_object(text)) == text
 
 
 def test_the_last_of_equal_keys_counts() -> None:
-    assert parse_object(b'{"a": 1, "a": 2}') == {"a": 2}
+    assert parse_object('{"a": 1, "a": 2}') == {"a": 2}
 
 
 @pytest.mark.parametrize(
@@ -151,11 +152,11 @@ def test_the_last_of_equal_keys_counts() -> None:
 )
 def test_half_a_surrogate_pair_becomes_a_replacement_character(escaped: str, text: str) -> None:
     line = f'{{"prompt": "{escaped}", "id": "{escaped}", "m": [{{"k": ["{escaped}"]}}], "{escaped}": 1}}'
-    assert parse_object(line.encode()) == {"prompt": text, "id": text, "m": [{"k": [text]}], text: 1}
+    assert parse_object(line) == {"prompt": text, "id": text, "m": [{"k": [text]}], text: 1}
 
 
 def test_a_line_above_the_limit_is_a_problem_of_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_MAX_LINE", 1024)
+    monkeypatch.setattr(lines, "_MAX_LINE", 1024)
     for length in (1025, 1026, 2047, 2048, 2049, 5000):
         long = b'{"a": "' + b"x" * (length - 9) + b'"}'
         assert len(long) == length
@@ -182,15 +183,15 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=5), st.booleans())
 def test_any_object_is_read_as_the_standard_library_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
-    assert parse_object(text.encode()) == json.loads(text) == value
+    assert parse_object(text) == json.loads(text) == value
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=60))
 def test_any_bytes_give_rows_and_never_an_exception(content: bytes) -> None:
     rows = list(_rows_of_bytes(content))
-    lines = [one for one in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if one.strip()]
-    assert len(rows) == len(lines)
+    expected = [part for part in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if part.strip()]
+    assert len(rows) == len(expected)
     assert [row.index for row in rows] == list(range(len(rows)))
     assert all(row.problem or isinstance(row.data, dict) for row in rows)
 
@@ -245,7 +246,7 @@ def test_a_compressed_file_cut_short_ends_in_a_problem(tmp_path: Path, codec: st
     assert [row.data for row in rows[:-1]] == [{"n": number} for number in range(len(rows) - 1)]
     assert rows[-1].problem
     assert rows[-1].problem.kind == "read_error"
-    assert rows[-1].row == len(rows) - 1
+    assert rows[-1].index == len(rows) - 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt"])

@@ -1,4 +1,4 @@
-"""What INPUT... names: files, folders, patterns, standard input and datasets -> sources."""
+"""The names that a user gives as INPUT (files, folders, patterns, standard input, datasets) -> sources."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from cbatch.errors import UsageError
-from cbatch.rows.reader import SUFFIXES, Source, arrow_error, one_line
+from cbatch.errors import UsageError, first_line
+from cbatch.rows.arrow import arrow_error
+from cbatch.rows.lines import COMPRESSED_SUFFIXES
+from cbatch.rows.reader import SUFFIXES, Source
 
 
 def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
@@ -21,9 +23,9 @@ def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     sources: list[Source] = []
     for name in inputs:
         try:
-            sources += _resolve_one(name, exclude)
+            sources += _sources(name, exclude)
         except OSError as error:
-            raise UsageError(f"{name:.200}: can't be opened: {error.strerror or one_line(error)}") from None
+            raise UsageError(f"{name:.200}: can't be opened: {error.strerror or first_line(error)}") from None
     seen: set[str] = set()
     for source in sources:
         key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
@@ -33,34 +35,48 @@ def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     return sources
 
 
-def _resolve_one(name: str, exclude: Path | None) -> list[Source]:
+def _sources(name: str, exclude: Path | None) -> list[Source]:
+    """The sources that one INPUT names."""
     if name == "-":
-        if sys.stdin is None:
-            raise UsageError("-: standard input is closed")
-        return [Source("-", "jsonl")]
+        return [_standard_input()]
     if name.startswith("hf://"):
         return [_hub_dataset(name)]
     path, _, query = name.partition("?") if not Path(name).exists() else (name, "", "")
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
-        return [_disk_dataset(name, path, query)]
+        return [_saved_dataset(name, path, query)]
     if Path(name).is_file():
-        if exclude and _is_shard(Path(name), exclude):
-            raise UsageError(f"{name}: is an input and would be overwritten as the output; choose another output")
-        return [_file(Path(name))]
-    if Path(name).is_dir():
-        found = [
-            p
-            for p in sorted(Path(name).rglob("*"))
-            if not any(x.startswith(".") for x in p.parts[len(Path(name).parts) :])
-        ]
-    else:
-        found = [Path(p) for p in sorted(glob.glob(name, recursive=True))]
-        if not found:
-            raise UsageError(f"{name}: no such file or folder, and no file matches it")
-    files = [p for p in found if p.is_file() and p.name.endswith(SUFFIXES) and not _inside(p, exclude)]
+        return [_named_file(name, exclude)]
+    found = _files_below(Path(name)) if Path(name).is_dir() else _files_matching(name)
+    files = [path for path in found if path.name.endswith(SUFFIXES) and not _inside(path, exclude)]
     if not files:
         raise UsageError(f"{name}: holds no file that ends in {', '.join(SUFFIXES)}")
     return [_file(path) for path in files]
+
+
+def _standard_input() -> Source:
+    if sys.stdin is None:
+        raise UsageError("-: standard input is closed")
+    return Source("-", "jsonl")
+
+
+def _named_file(name: str, exclude: Path | None) -> Source:
+    if exclude and _is_shard(Path(name), exclude):
+        raise UsageError(f"{name}: is an input and would be overwritten as the output; choose another output")
+    return _file(Path(name))
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """The files in a folder and its subfolders, without hidden ones, in order."""
+    paths = sorted(folder.rglob("*"))
+    return [p for p in paths if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+
+
+def _files_matching(pattern: str) -> list[Path]:
+    """The files that match a pattern, in order."""
+    found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
+    if not found:
+        raise UsageError(f"{pattern}: no such file or folder, and no file matches it")
+    return [path for path in found if path.is_file()]
 
 
 def _inside(path: Path, folder: Path | None) -> bool:
@@ -74,28 +90,40 @@ def _is_shard(path: Path, output: Path) -> bool:
 
 def _file(path: Path) -> Source:
     """A file that can be opened and, if it is Parquet, has a readable footer."""
-    stem = path.name.removesuffix(".gz").removesuffix(".zst")
-    kind = "parquet" if stem.endswith(".parquet") else "text" if stem.endswith(".txt") else "jsonl"
     if any("\ud800" <= character <= "\udfff" for character in str(path)):
         raise UsageError(f"{str(path)!r}: the name of this file is not valid UTF-8; rename it")
     if not path.name.endswith(SUFFIXES):
         raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(SUFFIXES)}")
+    kind = _kind(path)
     try:
         with path.open("rb") as file:
             file.read(1)
         if kind == "parquet":
-            import pyarrow.parquet as pq
-
-            names = pq.ParquetFile(path).schema_arrow.names
-            if len(set(names)) < len(names):
-                raise UsageError(f"{path}: has two columns of the name {max(names, key=names.count)!r}; rename one")
+            _check_columns(path)
     except (OSError, arrow_error()) as error:
-        raise UsageError(f"{path}: can't be read: {one_line(error)}") from None
+        raise UsageError(f"{path}: can't be read: {first_line(error)}") from None
     return Source(str(path), kind, path.stat().st_size)
 
 
+def _kind(path: Path) -> str:
+    """The kind of source that a file is, by its name."""
+    name = path.name
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return "parquet" if name.endswith(".parquet") else "text" if name.endswith(".txt") else "jsonl"
+
+
+def _check_columns(path: Path) -> None:
+    """UsageError if a Parquet file has two columns of one name; Arrow's error if its footer is damaged."""
+    import pyarrow.parquet as pq
+
+    names = pq.ParquetFile(path).schema_arrow.names
+    if len(set(names)) < len(names):
+        raise UsageError(f"{path}: has two columns of the name {max(names, key=names.count)!r}; rename one")
+
+
 def _hub_dataset(name: str) -> Source:
-    """hf://org/name?split=train&config=x, streamed."""
+    """A dataset on the Hugging Face Hub, hf://org/name?split=train&config=x, streamed."""
     import datasets
 
     url = urlsplit(name)
@@ -111,21 +139,21 @@ def _hub_dataset(name: str) -> Source:
             streaming=True,
         )
     except Exception as error:
-        raise UsageError(f"{name}: can't be opened: {one_line(error)}") from None
+        raise UsageError(f"{name}: can't be opened: {first_line(error)}") from None
     if dataset.features:
         dataset = dataset.decode(False)  # pictures and sounds stay as they are stored
     return Source(name, "dataset", None, dataset)
 
 
-def _disk_dataset(name: str, path: str, query: str) -> Source:
-    """A folder that `save_to_disk` wrote; FOLDER?split=train where it holds several splits."""
+def _saved_dataset(name: str, path: str, query: str) -> Source:
+    """A dataset in a folder that `save_to_disk` wrote; FOLDER?split=train names one of several splits."""
     import datasets
 
     split = parse_qs(query).get("split", [None])[-1]
     try:
         dataset = datasets.load_from_disk(path)
     except Exception as error:
-        raise UsageError(f"{name}: can't be opened as a dataset: {one_line(error)}") from None
+        raise UsageError(f"{name}: can't be opened as a dataset: {first_line(error)}") from None
     if isinstance(dataset, datasets.DatasetDict):
         if split not in dataset:
             raise UsageError(f"{name}: say which split, as {path}?split=NAME; it has {', '.join(dataset)}")

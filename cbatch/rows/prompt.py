@@ -44,7 +44,7 @@ class PromptBuilder:
         try:
             return self._request(row, identity)
         except RowError as error:
-            raise RowError(error.kind, f"{row.where}: {error}") from None
+            raise error.at(row.where) from None
 
     def skip(self, row: Row) -> None:
         """Pass over a row that is done: later rows get the random numbers they would have got behind it."""

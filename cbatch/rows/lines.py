@@ -1,0 +1,73 @@
+"""A text file or standard input, plain or compressed -> its lines with their numbers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from cbatch.errors import RowError
+
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+
+_MAX_LINE = 256 * 1024**2  # bytes
+_TOO_LONG = b"\n"  # stands for a line above the limit; no other line holds its own end
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def numbered_lines(name: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file (`-`: standard input) that are not blank, without their ends, numbered from 1.
+
+    A line ends at 0x0A and nowhere else. One above the size limit is passed on as a mark that `decoded` refuses.
+    """
+    with _open(name) as file:
+        number = 0
+        while line := file.readline(_MAX_LINE + 1):
+            number += 1
+            if number == 1:
+                line = line.removeprefix(_BYTE_ORDER_MARK)
+            if len(line) > _MAX_LINE:
+                while not line.endswith(b"\n") and (more := file.readline(_MAX_LINE)):
+                    line = more[-1:]
+                yield number, _TOO_LONG
+                continue
+            line = line.removesuffix(b"\n").removesuffix(b"\r")
+            if line.strip():
+                yield number, line
+
+
+def decoded(line: bytes) -> str:
+    """The text of a line; RowError if the line is too long or not UTF-8."""
+    if line == _TOO_LONG:
+        raise RowError("line_too_long", f"a line may hold {_MAX_LINE // 1024**2} MiB")
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise RowError("invalid_utf8", f"not valid UTF-8 at byte {error.start}") from None
+
+
+def count_lines(name: str) -> int | None:
+    """The number of lines of a file, blank ones included; None for standard input and compressed files."""
+    if name == "-" or name.endswith(COMPRESSED_SUFFIXES):
+        return None
+    with Path(name).open("rb") as file:
+        num_newlines, last = 0, b"\n"
+        for chunk in iter(lambda: file.read(1 << 20), b""):
+            num_newlines, last = num_newlines + chunk.count(b"\n"), chunk[-1:]
+    return num_newlines + (last != b"\n")
+
+
+def _open(name: str) -> IO[bytes] | gzip.GzipFile:
+    if name == "-":
+        # Detached, because the interpreter crashes at its end if it closes sys.stdin while a thread waits for it.
+        return cast(Any, sys.stdin).detach()  # type: ignore[no-any-return]
+    if name.endswith(".gz"):
+        return gzip.open(name)
+    if name.endswith(".zst"):
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(name, compression="zstd"))
+    return Path(name).open("rb")
