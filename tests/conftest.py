@@ -27,6 +27,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test works in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def command(tiny_model: Path) -> list[object]:
+    """Arguments that run a job on in.jsonl in the current folder."""
+    return ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--progress", "plain"]
+
+
 @pytest.fixture(scope="session")
 def cbatch() -> Cbatch:
     """Runs the command line in a process of its own: cbatch("run", ...)."""

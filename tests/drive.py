@@ -1,16 +1,15 @@
-"""Engines around a tiny model, driven without files, threads or a tokenizer; and whole jobs in this process."""
+"""Engines around a tiny model, driven without files, threads or a tokenizer."""
 
 from __future__ import annotations
 
 import copy
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from cbatch.config import RunConfig
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.errors import RowError
@@ -111,15 +110,3 @@ def twins(config: Any, seed: int = 0) -> tuple[Any, Any]:
     for a, b in zip(routed.state_dict().values(), own.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     return routed, own
-
-
-def run_job(*inputs: object, **settings: Any) -> int:
-    """A job whose settings are named as in `cbatch.config`; its exit code."""
-    import cbatch.run
-
-    given = {"inputs": tuple(map(str, inputs)), "threads": 1, "progress": "none", **settings}
-    parts = {}
-    for part, kind in get_type_hints(RunConfig).items():
-        parts[part] = kind(**{one.name: given.pop(one.name) for one in fields(kind) if one.name in given})
-    assert not given
-    return cbatch.run.run(RunConfig(**parts))

@@ -16,16 +16,11 @@ from typing import Any
 if __name__ == "__mp_main__" and "CBATCH_TEST_BOOT" in os.environ:
     os._exit(9)
 
-import cbatch.engine.start
-import cbatch.model.ceilings
 from cbatch.cli import main
-from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.model.batch import Batch
 from tests.chain import ChainRunner
-from tests.tiny import VOCAB_SIZE
+from tests.chain_engine import replace_models
 
-MAX_NUM_SEQS = 16
 DEADLY = {int(row) for row in os.environ.get("CBATCH_TEST_DEADLY", "").split(",") if row}
 STEP = float(os.environ.get("CBATCH_TEST_STEP", "0"))
 
@@ -41,23 +36,7 @@ class Runner(ChainRunner):
         return super().launch(batch)
 
 
-def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any, _engines: int = 1) -> Engine:
-    """In place of cbatch.engine.start.start_engine."""
-    pool, tokenizer = BlockPool(128, 8), files.tokenizer
-    runner: Any = Runner(1024, 8, VOCAB_SIZE)
-    return Engine(
-        runner,
-        make_scheduler("continuous", pool, 256, MAX_NUM_SEQS),
-        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)),
-        files.eos_token_ids,
-        max_model_len,
-        stats,
-        order="auto",
-    )
-
-
-cbatch.engine.start.start_engine = start_engine
-cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]
+replace_models(num_blocks=128, max_num_seqs=16, runner=Runner)
 
 if __name__ == "__main__":
     main()

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import cycle
@@ -32,14 +32,11 @@ import orjson
 import pyarrow.parquet as pq
 from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
-import cbatch.engine.start
-import cbatch.model.ceilings
 from cbatch.cli import main
-from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.output import parquet  # noqa: F401
 from cbatch.run import FATAL, SOME_FAILED, USAGE
-from tests.chain import ChainRunner, continuation
+from tests.chain import continuation
+from tests.chain_engine import decoder, replace_models
 from tests.tiny import VOCAB_SIZE, make_config, make_tokenizer
 
 NUM_ROWS, SHARD_ROWS, MAX_TOKENS, EOS = 2000, 100, 6, 2
@@ -54,22 +51,7 @@ KILLS = 12  # of one job
 SECONDS = {"start": 0.1, "rows": 0.6, "end": 0.05}  # about; kills are spread over them
 
 
-# The model
-
-
-def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any) -> Engine:
-    """In place of cbatch.engine.start.start_engine."""
-    pool, runner = BlockPool(40, 8), ChainRunner(320, 8, VOCAB_SIZE)  # few blocks, so that sequences give way
-    scheduler = make_scheduler("continuous", pool, 256, 32)
-    return Engine(runner, scheduler, decoder(files.tokenizer), files.eos_token_ids, max_model_len, stats)  # type: ignore[arg-type]
-
-
-cbatch.engine.start.start_engine = start_engine
-cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]
-
-
-def decoder(tokenizer: Any) -> Callable[[Any], str]:
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+replace_models(num_blocks=40, max_num_seqs=32)  # few blocks, so that sequences give way
 
 
 # The rows

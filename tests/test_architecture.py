@@ -150,6 +150,13 @@ def test_kernels_is_no_package_of_its_own() -> None:
         assert not {"kernels"} & {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}, path
 
 
+def test_no_test_imports_from_another() -> None:
+    """What several tests need lies in a module of its own beside them."""
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        found = {name for name in imports(ast.parse(path.read_text())) if name.startswith("tests.test_")}
+        assert not found, path
+
+
 def test_every_module_says_what_it_is() -> None:
     for path in modules():
         assert path.name == "__main__.py" or ast.get_docstring(ast.parse(path.read_text())), path

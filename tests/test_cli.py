@@ -20,6 +20,7 @@ from cbatch import __version__, cli
 from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
 from cbatch.rows.request import SamplingParams
 from tests.conftest import Cbatch
+from tests.jobs import read_jsonl, replace_start_engine
 
 Call = Callable[..., "tuple[int, str, str]"]
 CONTEXT = 512  # of the tiny model
@@ -60,12 +61,8 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-
-
 def shard(folder: Path) -> list[dict[str, Any]]:
-    return records(folder / "part-00000.jsonl")
+    return read_jsonl(folder / "part-00000.jsonl")
 
 
 # Flags
@@ -365,7 +362,7 @@ def test_an_input_without_rows_gives_an_empty_output(
 def test_rows_that_all_fail_need_no_engine(
     call: Call, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cbatch.engine.start.start_engine", None)
+    replace_start_engine(lambda *_: pytest.fail("an engine was started"), monkeypatch)
     source = jsonl(tmp_path / "in.jsonl", {"prompt": ""}, {"token_ids": []}, "[]")
     assert call("run", source, "-m", tiny_model, "-o", tmp_path / "out", "--raw")[0] == 3
     assert [one["error_kind"] for one in shard(tmp_path / "out")] == ["empty_prompt", "empty_prompt", "not_an_object"]
@@ -469,7 +466,7 @@ def test_openai_requests_are_answered_in_openais_shape(call: Call, tmp_path: Pat
     )
     code, _, _ = call("run", source, "-m", tiny_model, "-o", tmp_path / "out.jsonl", "--ordered")
     assert code == 3
-    chat, text, bad = records(tmp_path / "out.jsonl")
+    chat, text, bad = read_jsonl(tmp_path / "out.jsonl")
     assert [one["custom_id"] for one in (chat, text, bad)] == ["chat", "text", "bad"]
     assert chat["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert chat["response"]["body"]["usage"]["completion_tokens"] == 3

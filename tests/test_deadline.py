@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 import signal
@@ -12,24 +11,16 @@ from typing import Any
 
 import pytest
 
-import cbatch.engine.start
 from cbatch import deadline
 from cbatch.config import TaskConfig
 from cbatch.deadline import INTERRUPTED, Deadline, parse_duration, time_limit
 from cbatch.errors import UsageError
 from cbatch.model.runner import Runner
 from cbatch.run import OK
-from tests.test_run import SLOW, Child, num_records, row_numbers, summary, write_input
+from tests.child import SLOW, Child
+from tests.jobs import num_records, records, replace_start_engine, row_numbers, summary, wait_until, write_input
 
-
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def command(tiny_model: Path) -> list[object]:
-    return ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--progress", "plain"]
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 # What is asked for
@@ -116,14 +107,7 @@ def stuck_in_loading() -> None:
             with suppress(BaseException):
                 time.sleep(100)
 
-    cbatch.engine.start.start_engine = slow_start  # type: ignore[assignment]
-
-
-def wait_for(path: str) -> None:
-    deadline = time.monotonic() + 60
-    while not Path(path).exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    replace_start_engine(slow_start)
 
 
 @pytest.mark.parametrize("grace", [0, 1])
@@ -131,7 +115,7 @@ def test_a_step_that_does_not_end_is_left_and_what_was_finished_is_kept(command:
     write_input(20, bad=(3,))
     args = ["--max-num-seqs", 1, "--max-tokens", 1, "--grace", grace]
     child = Child(*command, *args, prepare=functools.partial(stuck_after, 10))
-    wait_for("stuck")
+    wait_until(Path("stuck").exists)
     child.send(signal.SIGTERM)
     assert child.wait() == INTERRUPTED
     assert "run the same command again" in Path("stderr").read_text()
@@ -145,7 +129,7 @@ def test_a_step_that_does_not_end_is_left_and_what_was_finished_is_kept(command:
 def test_a_signal_during_loading_ends_the_run_whatever_the_libraries_do(command: list[object]) -> None:
     write_input(5, bad=(2,))
     child = Child(*command, prepare=stuck_in_loading)
-    wait_for("stuck")
+    wait_until(Path("stuck").exists)
     child.send(signal.SIGUSR1)
     assert child.wait() == INTERRUPTED
     assert "run the same command again" in Path("stderr").read_text()
@@ -161,8 +145,7 @@ def test_with_grace_the_running_rows_end_and_no_other_starts(command: list[objec
     child.wait_for_records()
     child.send(signal.SIGTERM)
     assert child.wait() == INTERRUPTED
-    lines = [json.loads(line) for line in Path("out/.cbatch/part-00000.jsonl").read_text().splitlines()]
-    rows = sorted(line["row"] for line in lines)
+    rows = [record["row"] for record in records(unfinished=True)]
     assert rows == list(range(len(rows)))  # a row that had started has not been given up
     assert "SIGTERM: what runs may go on for 60 s" in Path("stderr").read_text()
     assert len(rows) < 200
@@ -171,7 +154,7 @@ def test_with_grace_the_running_rows_end_and_no_other_starts(command: list[objec
 def test_a_second_signal_ends_the_grace(command: list[object]) -> None:
     write_input(200)
     child = Child(*command, "--grace", 1000, "--max-tokens", 1, prepare=functools.partial(stuck_after, 1))
-    wait_for("stuck")
+    wait_until(Path("stuck").exists)
     child.send(signal.SIGUSR1)
     child.send(signal.SIGTERM)
     assert child.wait() in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)

@@ -21,7 +21,7 @@ import pytest
 from cbatch.errors import UsageError
 from cbatch.run import OK, SOME_FAILED
 from tests.conftest import Cbatch
-from tests.drive import run_job
+from tests.jobs import run_job
 from tests.tiny import TEMPLATE, generate, make_config, make_model, make_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent

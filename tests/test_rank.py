@@ -18,7 +18,8 @@ from cbatch.errors import UsageError
 from cbatch.rows.rank import Rank, find_rank
 from cbatch.rows.reader import spans
 from cbatch.run import OK, SOME_FAILED, USAGE
-from tests.test_run import SLOW, Child, num_records, records, row_numbers, write_input
+from tests.child import SLOW, Child
+from tests.jobs import num_records, records, row_numbers, write_input
 
 TASK = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}  # in the script of a job with four tasks
 STEP = {**TASK, "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}  # in one of the tasks that srun starts there
@@ -29,9 +30,7 @@ def array(task: int, first: int, last: int, count: int) -> dict[str, str]:
     return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in names.items()}
 
 
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 # Which share
@@ -120,8 +119,8 @@ def set_environ(environ: Mapping[str, str]) -> None:
 
 
 @pytest.fixture
-def command(tiny_model: Path) -> list[object]:
-    return ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--progress", "plain", "--max-tokens", 4]
+def command(command: list[object]) -> list[object]:
+    return [*command, "--max-tokens", 4]
 
 
 def start(command: list[object], index: int, total: int, *more: object) -> Child:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,34 +13,20 @@ import pytest
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.run import FATAL, INTERRUPTED, OK, SOME_FAILED
-from tests.drive import run_job
+from tests.jobs import num_records, records, run_job, summary, wait_until, write_rows
 
 ROOT = Path(__file__).parents[1]
 NUM_ROWS = 150
 SLOW = {"CBATCH_TEST_STEP": "0.02"}
 
 
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def write_input(num_rows: int = NUM_ROWS, **of_all: Any) -> None:
-    rows = (
+    write_rows(
         {"id": f"r{row}", "prompt": f"the rain {row} " * (1 + row % 5), "é": [row], **of_all} for row in range(num_rows)
     )
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def records(output: str = "out") -> list[dict[str, Any]]:
-    """In the order of their rows; those of a job that has not ended included."""
-    lines = [line for path in Path(output).rglob("part-*.jsonl") for line in path.read_text().splitlines()]
-    return sorted(map(json.loads, lines), key=lambda one: one["row"])
-
-
-def figures(output: str = "out") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(output, ".cbatch/summary.json").read_text())
-    return found
 
 
 # The real model
@@ -63,13 +47,13 @@ def test_completions_and_counts_are_those_of_one_engine(job: Callable[..., int])
         for row in range(80)
     ]
     rows[7]["prompt"] = "the rain " * 400
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(rows)
     settings: dict[str, Any] = {"max_num_seqs": 8, "enable_prefix_caching": False}
     assert job(output="one", **settings) == SOME_FAILED
     assert job(output="two", data_parallel_size="2", **settings) == SOME_FAILED
     assert records("two") == records("one")
     assert records("one")[7]["error_kind"] == "prompt_too_long"
-    one, two = figures("one"), figures("two")
+    one, two = summary("one"), summary("two")
     assert (one["engines"], two["engines"]) == (1, 2)
     assert two["rows"] == one["rows"]
     work = [found["tokens"]["computed_prefill"] + found["tokens"]["computed_decode"] for found in (one, two)]
@@ -123,15 +107,8 @@ class Run:
         return Path("stderr").read_text()
 
     def wait_for_records(self, count: int) -> None:
-        wait_until(lambda: self.process.poll() is not None or len(records(self.output)) >= count)
+        wait_until(lambda: self.process.poll() is not None or num_records(self.output) >= count)
         assert self.process.poll() is None, self.said()
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def engines() -> dict[int, list[int]]:
@@ -232,8 +209,8 @@ def test_a_signal_ends_the_run_soon_and_the_same_command_goes_on(
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == INTERRUPTED, run.said()
     assert not any(map(is_alive, engines()))
-    done = len(records("out-2"))
-    assert figures("out-2")["rows"]["ok"] == done < NUM_ROWS
+    done = num_records("out-2")
+    assert summary("out-2")["rows"]["ok"] == done < NUM_ROWS
     assert start(2).wait() == OK
     assert records("out-2") == expected
 
@@ -245,6 +222,6 @@ def test_an_interrupt_from_the_terminal_leaves_the_engines_to_end_what_they_run(
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.wait() == INTERRUPTED, run.said()
     ran = sorted(row for rows in engines().values() for row in rows)
-    assert [one["row"] for one in records("out-2")] == ran
+    assert [record["row"] for record in records("out-2", unfinished=True)] == ran
     assert len(engines()) == 2
     assert len(ran) < 1000

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -14,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import cbatch.engine.start
-from cbatch.cli import main
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
 from cbatch.errors import Fatal, UsageError
-from cbatch.rows.request import SamplingParams
-from cbatch.run import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE, run
+from cbatch.run import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE
 from cbatch.watch import progress
+from tests.child import SLOW, Child
 from tests.conftest import Cbatch
+from tests.jobs import num_records, prompt, records, replace_start_engine, row_numbers, run_job, summary, write_input
 from tests.tiny import generate, make_config, make_model, make_tokenizer, save_model
 
-PARTS = {
-    "input": InputConfig,
-    "prompt": PromptConfig,
-    "sampling": SamplingParams,
-    "engine": EngineConfig,
-    "output": OutputConfig,
-    "display": DisplayConfig,
-}
 LAYOUTS = [
     {"output": "out"},
     {"output": "out", "format": "parquet"},
@@ -50,76 +38,21 @@ LAYOUTS = [
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
 
 
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture
 def job(tiny_model: Path) -> Callable[..., int]:
     """Runs a job in this process: job(max_tokens=3, ...)."""
 
-    def run_job(*inputs: str, **settings: Any) -> int:
-        given = {"inputs": inputs or ("in.jsonl",), "model": str(tiny_model), "output": "out", "max_tokens": 4}
-        given |= {"threads": 1, "progress": "none", **settings}
-        parts = {}
-        for part, kind in PARTS.items():
-            parts[part] = kind(**{one.name: given.pop(one.name) for one in fields(kind) if one.name in given})
-        assert not given
-        return run(RunConfig(**parts))
+    def run(*inputs: str, **settings: Any) -> int:
+        return run_job(*inputs, **{"model": str(tiny_model), "output": "out", "max_tokens": 4, **settings})
 
-    return run_job
-
-
-def prompt(row: int) -> dict[str, Any]:
-    return {
-        "id": f"r{row}",
-        "prompt": f"the rain {row}" + " in spain" * (row % 5),
-        "meta": {"a": [row, None, "é\u2028"]},
-    }
-
-
-def write_input(num_rows: int, name: str = "in.jsonl", bad: tuple[int, ...] = ()) -> None:
-    rows = ({**prompt(row), **({"prompt": 7} if row in bad else {})} for row in range(num_rows))
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def records(output: str = "out") -> list[dict[str, Any]]:
-    """All published records, in the order of their rows."""
-    path = Path(output)
-    files = sorted(path.glob("part-*")) if path.is_dir() else [path]
-    found: list[dict[str, Any]] = []
-    for file in files:
-        if file.suffix == ".parquet":
-            found += pq.read_table(file).to_pylist()
-        else:
-            content = file.read_bytes()
-            assert not content or content.endswith(b"\n")
-            found += [json.loads(line) for line in content.split(b"\n")[:-1]]
-    return sorted(found, key=lambda one: one["row"])
-
-
-def row_numbers(output: str = "out") -> list[int]:
-    return [one["row"] for one in records(output)]
-
-
-def num_records(output: str) -> int:
-    """Those of JSONL files, published or not, of a job that may run."""
-    try:
-        return sum(path.read_bytes().count(b"\n") for path in Path(output).rglob("*.jsonl"))
-    except FileNotFoundError:  # renamed meanwhile
-        return 0
+    return run
 
 
 def snapshot() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-
-
-def summary(output: str = "out") -> dict[str, Any]:
-    path = Path(output)
-    state = path.with_name(f".{path.name}.cbatch") if path.suffix else path / ".cbatch"
-    figures: dict[str, Any] = json.loads((state / "summary.json").read_text())
-    return figures
 
 
 # Rows in, records out
@@ -229,7 +162,7 @@ def test_a_finished_job_run_again_changes_no_record_and_loads_no_weights(
     weights.write_bytes(content)  # the same
     loaded: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cbatch.engine.start, "start_engine", loaded.append)
+        replace_start_engine(loaded.append, patch)
         assert job(model="model") == OK
     assert not loaded
     assert {path: path.read_bytes() for path in Path("out").glob("part-*")} == before
@@ -753,68 +686,17 @@ def test_a_run_that_dies_leaves_no_figures_of_an_earlier_one(
     def no_engine(*_: object) -> None:
         raise Fatal("no engine today")
 
-    monkeypatch.setattr(cbatch.engine.start, "start_engine", no_engine)
+    replace_start_engine(no_engine, monkeypatch)
     with pytest.raises(Fatal, match="no engine today"):
         job()
     assert not Path("out/.cbatch/summary.json").exists()
 
 
-# Processes of their own. Most are forked off one that has imported everything, which saves five seconds each.
-
-
-def in_child(args: list[str], streams: dict[int, str], prepare: Callable[[], object]) -> None:
-    for number, name in {0: os.devnull, **streams}.items():
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o644), number)
-    sys.argv = ["cbatch", *args]
-    prepare()
-    main()
-
-
-def nothing() -> None: ...
-
-
-class Child:
-    """The command line in a process that calls `prepare` first; its exit code is negative if a signal ended it."""
-
-    context: Any = None
-
-    def __init__(
-        self, *args: object, out: str = "stdout", err: str = "stderr", prepare: Callable[[], object] = nothing
-    ) -> None:
-        if Child.context is None:
-            Child.context = multiprocessing.get_context("forkserver")
-            Child.context.set_forkserver_preload(["tests.test_run"])
-        arguments = ([*map(str, args)], {1: out, 2: err}, prepare)
-        self.process = Child.context.Process(target=in_child, args=arguments, daemon=True)
-        self.process.start()
-
-    def send(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-
-    def wait(self, seconds: float = 60) -> int:
-        self.process.join(seconds)
-        assert self.process.exitcode is not None, "it does not end"
-        code: int = self.process.exitcode
-        return code
-
-    def wait_for_records(self, output: str = "out", count: int = 1) -> None:
-        deadline = time.monotonic() + 60
-        while num_records(output) < count:
-            assert self.process.is_alive(), Path("stderr").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+# Processes of their own
 
 
 def ignore_hangups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-
-@pytest.fixture
-def command(tiny_model: Path) -> list[object]:
-    return ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--progress", "plain"]
-
-
-SLOW = ["--max-num-seqs", 1, "--max-tokens", 30, "--ignore-eos"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])

@@ -23,6 +23,7 @@ from cbatch.model.loader import locate
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.request import Row, SamplingParams
 from cbatch.run import OK, USAGE
+from tests.jobs import records
 from tests.tiny import make_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -41,9 +42,7 @@ ESCAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def row() -> Row:
@@ -161,8 +160,7 @@ def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
     ended = without_network(*args)
     assert ended.returncode == OK, ended.stderr
     assert not Path("connected").exists()
-    records = [json.loads(line) for line in Path("out/part-00000.jsonl").read_bytes().splitlines()]
-    assert sorted(one["id"] for one in records) == sorted(ids)
+    assert sorted(record["id"] for record in records()) == sorted(ids)
     state = {"lock", "manifest.json", "summary.json", "part-00000.idx"}
     assert {str(path) for path in Path("out").rglob("*") if path.is_file()} == {
         "out/part-00000.jsonl",

@@ -14,7 +14,7 @@ from cbatch.model.fused import is_quantized
 from cbatch.model.loader import ModelFiles, locate
 from cbatch.watch.stats import RunStats
 from tests.drive import make_request, run
-from tests.test_families import FAMILIES, OTHERS, config_of
+from tests.families import FAMILIES, OTHERS, config_of
 from tests.tiny import VOCAB_SIZE, generate, make_config, make_model, save_model
 
 HIDDEN, MLP, QKVO = 32, 3 * 32 * 48, 32 * 32 + 2 * 32 * 16 + 32 * 32

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from cbatch.run import SOME_FAILED
-from tests.test_run import Child, nothing, row_numbers, write_input
+from tests.child import Child, nothing
+from tests.jobs import row_numbers, write_input
 
-
-@pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def lose_the_reader_of_stderr() -> None:
