@@ -36,7 +36,7 @@ class Runner(ChainRunner):
         return super().launch(batch)
 
 
-replace_models(num_blocks=128, max_num_seqs=16, runner=Runner)
+replace_models(num_blocks=128, max_num_seqs=16, runner=Runner, order="auto")
 
 if __name__ == "__main__":
     main()
