@@ -30,6 +30,7 @@ quality *args: setup
 # Check style and types
 lint: setup
     .venv/bin/ruff check .
+    .venv/bin/ruff format --check --quiet .
     .venv/bin/mypy
 
 # Everything that must pass before a commit
