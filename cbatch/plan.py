@@ -12,10 +12,11 @@ from cbatch.config import RunConfig
 from cbatch.errors import RowError, UsageError
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
-from cbatch.rows.prompt import PromptBuilder, compiled_template, template_text
+from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
 from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.template import compiled_template, template_text
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles

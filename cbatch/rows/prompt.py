@@ -1,17 +1,18 @@
-"""A row -> the token ids of its prompt and how to go on from there."""
+"""Rows -> requests: the token ids of a row's prompt, its sampling parameters, its random key."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from cbatch.config import PromptConfig
 from cbatch.errors import RowError, UsageError
 from cbatch.rows import openai
+from cbatch.rows.conversation import cleaned_message
 from cbatch.rows.identity import Identities
 from cbatch.rows.request import Request, Row, SamplingParams
+from cbatch.rows.template import compiled_template
 
 
 class PromptBuilder:
@@ -37,22 +38,22 @@ class PromptBuilder:
         self._identities = Identities()
 
     def __call__(self, row: Row) -> Request:
-        """The request of a row; to be called for all rows in the order of the input, but for those skipped."""
+        """The request of a row; call this or `skip` for every row, in the order of the input."""
         if row.problem:
             raise row.problem
-        identity = self._identities.of(row)
+        identity = self._identities.identify(row)
         try:
             return self._request(row, identity)
         except RowError as error:
             raise error.at(row.where) from None
 
     def skip(self, row: Row) -> None:
-        """Pass over a row that is done: later rows get the random numbers they would have got behind it."""
+        """Pass over a row that is done, so that later rows get the random keys that they would get behind it."""
         if not row.problem:
-            self._identities.of(row)
+            self._identities.identify(row)
 
     def reseed(self, seed: int) -> None:
-        """Go on with the seed of an earlier run."""
+        """Draw with this seed, the one of an earlier run, from now on."""
         self.sampling = replace(self.sampling, seed=seed)
 
     def render(self, row: Row) -> str:
@@ -60,27 +61,27 @@ class PromptBuilder:
         return str(self.tokenizer.decode(self._request(row, "").token_ids))
 
     def _request(self, row: Row, identity: str) -> Request:
-        is_openai = openai.is_request(row)
-        prompt: Any
-        overrides: Any
-        if is_openai:
-            prompt, overrides = openai.prompt_and_params(row)
-        else:
-            prompt, overrides = self._prompt(row.data), row.data.get("params")
+        prompt, overrides = self._prompt_and_params(row)
         params = self._params(overrides)
-        chat = isinstance(prompt, list) and not _is_ids(prompt)
-        if isinstance(prompt, str) and self.chat and not is_openai:
-            prompt, chat = [{"role": "user", "content": prompt}], True
         token_ids = self._token_ids(prompt)
         if not token_ids:
             raise RowError("empty_prompt", "the prompt has no tokens")
-        limit = self.max_model_len - 1
-        if len(token_ids) > limit:
+        if len(token_ids) >= self.max_model_len:
             token_ids = self._truncated(token_ids, params.max_tokens)
-        return Request(row, token_ids, params, self._stream(identity, overrides), chat)
+        chat = isinstance(prompt, list) and not _is_token_ids(prompt)
+        return Request(row, token_ids, params, self._random_key(identity, overrides), chat)
+
+    def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
+        """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""
+        if openai.is_request(row):
+            return openai.prompt_and_params(row)
+        prompt = self._prompt(row.data)
+        if isinstance(prompt, str) and self.chat:
+            prompt = [{"role": "user", "content": prompt}]
+        return prompt, row.data.get("params")
 
     def _prompt(self, data: dict[str, Any]) -> Any:
-        """The text, conversation or token ids of a row."""
+        """What the template makes of a row, or what its prompt column holds."""
         if self._template:
             try:
                 return self._template.render(data)
@@ -95,9 +96,12 @@ class PromptBuilder:
             return data[name]
         if column in data:
             raise RowError("invalid_prompt", f"column {column!r} is null")
-        raise RowError("missing_prompt", f"no column {column!r}, 'messages' or 'token_ids'; there are: {_names(data)}")
+        raise RowError(
+            "missing_prompt", f"no column {column!r}, 'messages' or 'token_ids'; there are: {_column_names(data)}"
+        )
 
     def _params(self, overrides: Any) -> SamplingParams:
+        """The job's sampling parameters with those of a row in their place."""
         if overrides is None:
             return self.sampling
         if not isinstance(overrides, dict):
@@ -108,11 +112,12 @@ class PromptBuilder:
             raise RowError("invalid_params", str(error)) from None
 
     def _token_ids(self, prompt: Any) -> list[int]:
+        """The tokens of a prompt of any form."""
         if isinstance(prompt, str):
             return self._encode_raw(prompt)
         if not isinstance(prompt, list):
             raise RowError("invalid_prompt", f"a prompt must be a text, messages or token ids, not {prompt!r:.80}")
-        if not _is_ids(prompt):
+        if not _is_token_ids(prompt):
             return self._encode_chat(prompt)
         if wrong := [token for token in prompt if not 0 <= token < self.vocab_size]:
             raise RowError("invalid_prompt", f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
@@ -129,7 +134,7 @@ class PromptBuilder:
         """The tokens of a conversation; every special token, BOS included, comes from the model's template."""
         if not self.has_chat_template:
             raise RowError("invalid_prompt", "this model has no chat template, so it can't take messages")
-        conversation = [_message(one) for one in messages]
+        conversation = [cleaned_message(message) for message in messages]
         if self.config.system is not None and conversation[0]["role"] != "system":
             conversation.insert(0, {"role": "system", "content": self.config.system})
         try:
@@ -146,7 +151,7 @@ class PromptBuilder:
         return ids
 
     def _truncated(self, token_ids: list[int], max_tokens: int) -> list[int]:
-        """Shortened to leave room for `max_tokens`, but to no less than half of the context."""
+        """A prompt that is too long, cut to leave room for `max_tokens`, but to no less than half of the context."""
         if self.config.truncate is None:
             raise RowError(
                 "prompt_too_long",
@@ -155,76 +160,16 @@ class PromptBuilder:
         keep = max(self.max_model_len - max_tokens, self.max_model_len // 2)
         return token_ids[-keep:] if self.config.truncate == "left" else token_ids[:keep]
 
-    def _stream(self, identity: str, overrides: Any) -> int:
-        """The key of a row's random stream: of its own seed, else of the job's seed and the row's identity."""
-        own = overrides.get("seed") if isinstance(overrides, dict) else None
-        key = f"{self.sampling.seed}|{identity}" if own is None else f"{own}"
-        return int.from_bytes(hashlib.blake2b(key.encode(errors="replace"), digest_size=8).digest(), "little")
+    def _random_key(self, identity: str, overrides: Any) -> int:
+        """64 bits that a row's random numbers are drawn with: from its own seed, else the job's and its identity."""
+        own_seed = overrides.get("seed") if isinstance(overrides, dict) else None
+        text = f"{self.sampling.seed}|{identity}" if own_seed is None else f"{own_seed}"
+        return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def template_text(template: str) -> str:
-    """The text of --template: itself, or of the file named behind an @."""
-    if not template.startswith("@"):
-        return template
-    try:
-        return Path(template[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--template {template}: can't be read: {error}") from None
-
-
-def compiled_template(template: str) -> Any:
-    """The template of --template, or UsageError if it is not one."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    try:
-        environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_not_null)
-        return environment.from_string(template_text(template))
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(f"--template: line {error.lineno}: {error.message}") from None
-
-
-def _not_null(value: Any) -> Any:
-    """Keeps the word None out of prompts."""
-    if value is None:
-        raise ValueError("a value to be shown is null; write {{ x or '' }} to leave it out")
-    return value
-
-
-def _is_ids(prompt: list[Any]) -> bool:
+def _is_token_ids(prompt: list[Any]) -> bool:
     return all(type(token) is int for token in prompt)
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """One message with its nulls left out and the text parts of its content joined by newlines."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RowError("invalid_messages", f"a message must be an object with a role, not {message!r:.80}")
-    clean: dict[str, Any] = _without_nulls(message)
-    content = clean.get("content")
-    if isinstance(content, list):
-        clean["content"] = "\n".join(_text_part(part) for part in content)
-    elif content is None and not clean.get("tool_calls"):
-        raise RowError("invalid_messages", f"the content of the {message['role']!r} message is missing or null")
-    elif content is not None and not isinstance(content, str):
-        raise RowError(
-            "invalid_messages", f"the content of a message must be a text or text parts, not {content!r:.80}"
-        )
-    return clean
-
-
-def _without_nulls(value: Any) -> Any:
-    """Objects without the keys that are null: in Parquet all messages have the keys of all others, as nulls."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _text_part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise RowError("invalid_messages", f"a content part of type {kind!r} is not text")
-
-
-def _names(data: dict[str, Any]) -> str:
+def _column_names(data: dict[str, Any]) -> str:
     return ", ".join(repr(name) for name in data) or "none"
