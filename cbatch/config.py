@@ -238,7 +238,7 @@ class BenchConfig(Checked):
         None, "Folder of the model as OpenVINO reads it. (default: converted once, and kept in cbatch's cache)"
     )
     json: str | None = option(None, "Write every run, the medians and the timelines to this file.")
-    plot: str | None = option(None, "Draw what the schedules have in their batches over time: FILE.html or FILE.png.")
+    plot: str | None = option(None, "Draw what the schedules have in their batches over time: FILE.html.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

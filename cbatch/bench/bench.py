@@ -98,7 +98,8 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
         }
         Path(config.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if config.plot:
-        plot.draw(config.plot, curves, f"{files.path.name}, workload {Path(workload.name).name}")
+        title = f"{files.path.name}, workload {Path(workload.name).name}"
+        Path(config.plot).write_text(plot.page(curves, title), encoding="utf-8")
     return OK if all(one["valid"] for one in measured.values()) else SOME_INVALID
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cbatch.bench import drive
+from cbatch.bench import peer_driver
 from cbatch.bench.contender import Contender
 from cbatch.errors import Fatal, UsageError
 from cbatch.model.fetch import cache_folder
@@ -38,7 +38,7 @@ class Peers:
 
     files: ModelFiles
     workload: Path
-    settings: dict[str, Any]  # of `drive.py`
+    settings: dict[str, Any]  # of `peer_driver.py`
     pythons: Mapping[str, str]  # peer -> the interpreter that has it
     openvino_model: str | None
 
@@ -61,7 +61,9 @@ class Peers:
             if settings["device"] != "cpu":
                 raise Skipped("openvino is skipped: it is compared on CPUs only; --device cpu")
             settings["converted"] = str(self._converted(python, environ))
-        return Contender(name, [python, str(drive.__file__), name, str(self.workload), json.dumps(settings)], environ)
+        return Contender(
+            name, [python, str(peer_driver.__file__), name, str(self.workload), json.dumps(settings)], environ
+        )
 
     def _converted(self, python: str, environ: Mapping[str, str]) -> Path:
         """The model as OpenVINO reads it: the user's, or converted once into the cache."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from cbatch.bench.timeline import Piece
 from cbatch.errors import UsageError
@@ -23,17 +21,8 @@ _CAPTION = (
 
 def check(path: str) -> None:
     """UsageError if a picture can't be drawn into this file."""
-    if not path.endswith((".html", ".png")):
-        raise UsageError(f"--plot {path}: must end in .html or .png")
-    if path.endswith(".png") and importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"--plot {path}: needs matplotlib (pip install 'cbatch[plot]'); a .html needs nothing")
-
-
-def draw(path: str, curves: Curves, title: str) -> None:
-    if path.endswith(".png"):
-        _draw_png(path, curves, title)
-    else:
-        Path(path).write_text(page(curves, title), encoding="utf-8")
+    if not path.endswith(".html"):
+        raise UsageError(f"--plot {path}: must end in .html")
 
 
 def page(curves: Curves, title: str) -> str:
@@ -90,24 +79,3 @@ def ticks(highest: float) -> list[float]:
     while highest / size < 4:
         size /= 2 if highest / size * 2 >= 4 else 10 if highest / size * 10 < 4 else 5
     return [step * size for step in range(int(highest / size) + 1)]
-
-
-def _draw_png(path: str, curves: Curves, title: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(len(_PANELS), sharex=True, figsize=(8, 6), layout="constrained")
-    for axis, (panel, label) in zip(axes, _PANELS.items(), strict=True):
-        for (name, pieces), colour in zip(curves.items(), _COLOURS, strict=False):
-            points = list(corners(pieces, panel))
-            axis.plot([seconds for seconds, _ in points], [value for _, value in points], color=colour, label=name)
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    axes[-1].set_xlabel("seconds since the first step")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

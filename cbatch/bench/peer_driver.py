@@ -1,6 +1,6 @@
 """Runs a peer on a workload, as its own documentation does for offline work.
 
-    python drive.py NAME WORKLOAD.jsonl SETTINGS      a JSON object: model, dtype, device, threads, longest, ...
+    python peer_driver.py NAME WORKLOAD.jsonl SETTINGS      a JSON object: model, dtype, device, threads, longest, ...
 
 Executed by an interpreter that has the peer, so it imports nothing of cbatch. Prints what a `Contender` must.
 """
