@@ -25,7 +25,7 @@ def check(config: RunConfig) -> int:
     from cbatch.model.loader import locate
 
     target = Target(config.output) if config.output.output else None
-    sources = resolve(config.input.inputs, exclude=target.path if target else None)
+    sources = resolve(config.input.inputs, target.owns if target else lambda _: False)
     shape = target.shape if target else RecordShape(config.output.prefix)
     plan.check_first_rows(sources, config, shape)
     files = locate(config.engine.model)

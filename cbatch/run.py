@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cbatch import __version__, plan
@@ -86,7 +85,7 @@ class Job:
             progress.note(f"cbatch {__version__}: {about}")
         plan.check_rank(config, self.rank, self.target.single_file)
         progress.doing = "opening the input"
-        self.sources = resolve(config.input.inputs, exclude=self.target.path)
+        self.sources = resolve(config.input.inputs, self.target.owns)
         self.seen = [range(0)] * len(self.sources)  # the rows of each that are within --skip and --limit
 
     def run(self) -> int:
@@ -164,9 +163,6 @@ class Job:
         from cbatch.output.journal import Done
 
         output = self.config.output
-        for source in self.sources:
-            if source.kind != "dataset" and source.name != "-" and shards.holds(Path(source.name)):
-                raise UsageError(f"{source.name}: is an input, and the output would replace it; name another output")
         layout = {"format": self.target.format, "ordered": output.ordered, "prefix": output.prefix}
         self.settings = plan.settings(self.config, builder, files, self.sources) | layout
         is_there = shards.exists()  # asked first: another task of the job writes its settings before its rows

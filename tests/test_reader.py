@@ -17,8 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbatch.config import OutputConfig
 from cbatch.errors import RowError, UsageError
 from cbatch.output.record import dumps
+from cbatch.output.target import Target
 from cbatch.rows import lines
 from cbatch.rows.inputs import resolve
 from cbatch.rows.json_object import parse_object
@@ -320,7 +322,12 @@ def _file(path: Path, content: bytes = b'{"n": 0}\n{"n": 1}\n') -> Path:
 
 
 def names_of(*inputs: object, output: Path | None = None) -> list[str]:
-    return [Path(source.name).name for source in resolve([str(one) for one in inputs], output)]
+    return [Path(source.name).name for source in resolve(list(map(str, inputs)), owned_by(output))]
+
+
+def owned_by(output: Path | None) -> Callable[[Path], bool]:
+    """Tells which files belong to the output of a job."""
+    return Target(OutputConfig(output=str(output))).owns if output else lambda _: False
 
 
 def test_a_folder_gives_its_files_in_order_without_hidden_and_foreign_ones(tmp_path: Path) -> None:
@@ -419,7 +426,7 @@ def test_a_named_input_that_would_be_overwritten_is_refused(tmp_path: Path) -> N
     (tmp_path / "link.jsonl").symlink_to(single)
     for name, output in ((single, single), (single, tmp_path / "link.jsonl"), (shard, tmp_path / "out")):
         with pytest.raises(UsageError, match="overwritten"):
-            resolve([str(name)], output)
+            resolve([str(name)], owned_by(output))
     assert names_of(single, output=tmp_path) == ["in.jsonl"]
 
 

@@ -405,6 +405,24 @@ def test_an_output_beside_the_input_is_fine(job: Callable[..., int]) -> None:
     assert row_numbers("work/out") == row_numbers("work") == [0, 1, 2]
 
 
+@pytest.mark.parametrize("given", ["out/part-notes.jsonl", "out", "out/*.jsonl"])
+def test_a_file_in_the_output_folder_that_is_no_shard_is_an_input_like_any_other(
+    job: Callable[..., int], given: str
+) -> None:
+    Path("out").mkdir()
+    write_input(3, "out/part-notes.jsonl")
+    content = Path("out/part-notes.jsonl").read_bytes()
+    for settings in ({}, {"retry_failed": True}, {"overwrite": True}):
+        assert job(given, **settings) == OK
+        found = [json.loads(line) for line in Path("out/part-00000.jsonl").read_text().splitlines()]
+        assert sorted((one["source"], one["row"]) for one in found) == [
+            ("out/part-notes.jsonl", row) for row in range(3)
+        ]
+        assert Path("out/part-notes.jsonl").read_bytes() == content
+    with pytest.raises(UsageError, match="would be overwritten as the output"):
+        job("out/part-00000.jsonl")
+
+
 def damaged_gzip(name: str, num_rows: int) -> int:
     """A gzip file of rows that breaks off; how many can be read."""
     rows = b"".join(json.dumps(prompt(row)).encode() + b"\n" for row in range(num_rows))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,24 +15,11 @@ import numpy.typing as npt
 from cbatch.errors import Fatal
 from cbatch.output.journal import Done, Entries, Entry, IndexFile, Journal, as_entries, publish, read_lines, repair
 from cbatch.output.record import RecordShape, dumps
-from cbatch.rows.rank import Rank
+from cbatch.output.shard import Shard, find_shards
 from cbatch.rows.reader import UNKNOWN_DIGEST
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-_PART = re.compile(r"part(?:-(\d+)-of-(\d+))?-(\d{5,})\.(?:jsonl|parquet)")
-
-
-class Part(NamedTuple):
-    """One shard of a folder, by its number among those that tasks with this share made."""
-
-    rank: Rank
-    number: int
-
-    @property
-    def name(self) -> str:
-        return f"part{self.rank.suffix}-{self.number:05d}"
 
 
 class Shards:
@@ -65,7 +51,7 @@ class Shards:
         self._rolling = not single_file and not ordered
         self.suffix = "parquet" if schema is not None else "jsonl"
         self.rank = journal.rank
-        self._part = Part(self.rank, 0)  # that grows
+        self._part = Shard(self.rank, 0)  # that grows
         self._num_rows = 0  # in the growing shard
         self._drop_failed = False  # when the growing file is made from the final ones
         self._file = self._index = -1
@@ -81,7 +67,7 @@ class Shards:
                 if self._keeps(part):
                     path.unlink()
             own = [part.number + (part in finals) for part in (*growing, *finals) if part.rank == self.rank]
-            self._part = Part(self.rank, max(own, default=0))
+            self._part = Shard(self.rank, max(own, default=0))
         elif growing:
             finals = {}
         for part, path in finals.items():
@@ -106,11 +92,11 @@ class Shards:
             done.add(entries)
         return done
 
-    def _keeps(self, part: Part) -> bool:
+    def _keeps(self, part: Shard) -> bool:
         """Whether its files are this task's to change."""
         return self.rank.is_whole or part.rank == self.rank
 
-    def _is_siblings(self, part: Part) -> bool:
+    def _is_siblings(self, part: Shard) -> bool:
         """Whether it holds rows of another task of the same division: none of this task's, and it may run now."""
         return part.rank.num_ranks == self.rank.num_ranks and part.rank != self.rank
 
@@ -189,33 +175,28 @@ class Shards:
             path.unlink()
         (self.journal.state / "manifest.json").unlink(missing_ok=True)
 
-    def holds(self, path: Path) -> bool:
-        """Whether this is one of the published files, or lies in the state folder."""
-        published = any(path.samefile(final) for final in self._final_files().values())
-        return published or path.resolve().is_relative_to(self.journal.state.resolve())
-
     # Names
 
-    def _growing(self, part: Part) -> Path:
+    def _growing(self, part: Shard) -> Path:
         return self.journal.state / f"{part.name}.jsonl"
 
-    def _index_file(self, part: Part) -> IndexFile:
+    def _index_file(self, part: Shard) -> IndexFile:
         return IndexFile(self.journal.state / f"{part.name}.idx")
 
-    def _final(self, part: Part) -> Path:
+    def _final(self, part: Shard) -> Path:
         return self.journal.output if self.single_file else self.journal.output / f"{part.name}.{self.suffix}"
 
-    def _growing_files(self) -> dict[Part, Path]:
-        return _parts(self.journal.state.glob("part-*.jsonl"))
+    def _growing_files(self) -> dict[Shard, Path]:
+        return find_shards(self.journal.state, ".jsonl")
 
-    def _final_files(self) -> dict[Part, Path]:
+    def _final_files(self) -> dict[Shard, Path]:
         if self.single_file:
-            return {Part(self.rank, 0): self.journal.output} if self.journal.output.exists() else {}
-        return _parts(self.journal.output.glob("part-*"))
+            return {Shard(self.rank, 0): self.journal.output} if self.journal.output.exists() else {}
+        return find_shards(self.journal.output)
 
     # Resuming
 
-    def _entries_of_final(self, part: Part, path: Path) -> Entries:
+    def _entries_of_final(self, part: Shard, path: Path) -> Entries:
         index = self._index_file(part)
         entries = index.read(path.stat().st_size)
         if entries is None or (entries["source"] >= len(self.source_names)).any():
@@ -225,7 +206,7 @@ class Shards:
                 index.write(entries, path.stat().st_size)
         return entries
 
-    def _entries_of_growing(self, part: Part, path: Path, retry_failed: bool) -> Entries:
+    def _entries_of_growing(self, part: Shard, path: Path, retry_failed: bool) -> Entries:
         """Those of a growing shard that no task writes to; if it is this one's, bring it and its index into step."""
         if not self._keeps(part):
             return self._read_growing(part, path)
@@ -238,7 +219,7 @@ class Shards:
         self._index_file(part).write(entries)
         return entries
 
-    def _read_growing(self, part: Part, path: Path) -> Entries:
+    def _read_growing(self, part: Shard, path: Path) -> Entries:
         """Those of the whole records of a growing shard; none if it has just been published."""
         try:
             lines = read_lines(path, self.shape, growing=True)
@@ -253,7 +234,7 @@ class Shards:
             head["digest"] = np.where(known, remembered["digest"], UNKNOWN_DIGEST)
         return entries
 
-    def _drop_failed_of_final(self, part: Part, path: Path) -> None:
+    def _drop_failed_of_final(self, part: Shard, path: Path) -> None:
         entries = self._entries_of_final(part, path)
         if entries["failed"].any():
             records = zip(self._records(path), entries["failed"], strict=True)
@@ -294,7 +275,7 @@ class Shards:
         path = self._growing(self._part)
         if self._rolling:
             self._publish_shard(self._part, path)
-            self._part = Part(self.rank, self._part.number + 1)
+            self._part = Shard(self.rank, self._part.number + 1)
         elif self.single_file and not self.ordered:
             self._publish_shard(self._part, path)
         else:
@@ -324,7 +305,7 @@ class Shards:
         order = np.lexsort((entries["row"], entries["source"]))
         records, size = _in_order(path, order), len(order) if self.single_file else self.shard_rows
         starts = range(0, max(1, len(order)), max(1, size))
-        parts = [Part(self.rank, number) for number in range(len(starts))]
+        parts = [Shard(self.rank, number) for number in range(len(starts))]
         for part in parts:
             self._write_final(part, islice(records, size))
         for part in stale - set(parts):
@@ -333,7 +314,7 @@ class Shards:
         for part, start in zip(parts, starts, strict=True):
             self._index_file(part).write(entries[order[start : start + size]], self._final(part).stat().st_size)
 
-    def _publish_shard(self, part: Part, path: Path) -> None:
+    def _publish_shard(self, part: Shard, path: Path) -> None:
         final = self._final(part)
         if self.schema is None:
             publish(path, final)
@@ -342,7 +323,7 @@ class Shards:
             path.unlink()
         self._index_file(part).finish(final.stat().st_size)
 
-    def _write_final(self, part: Part, records: Iterable[dict[str, Any]]) -> None:
+    def _write_final(self, part: Shard, records: Iterable[dict[str, Any]]) -> None:
         final = self._final(part)
         scratch = self.journal.state / f"{final.name}.tmp"
         if self.schema is None:
@@ -354,13 +335,6 @@ class Shards:
         with scratch.open("rb") as file:
             os.fsync(file.fileno())
         publish(scratch, final)
-
-
-def _parts(paths: Iterable[Path]) -> dict[Part, Path]:
-    """Those of these that are shards, in the order of their shares and numbers."""
-    matches = [(match, path) for path in paths if (match := _PART.fullmatch(path.name))]
-    found = {Part(Rank(int(m[1] or 0), int(m[2] or 1)), int(m[3])): path for m, path in matches}
-    return dict(sorted(found.items(), key=lambda item: (item[0].rank.num_ranks, item[0].rank.index, item[0].number)))
 
 
 def _append(file: int, data: bytes) -> None:

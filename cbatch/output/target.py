@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cbatch.config import OutputConfig
 from cbatch.errors import UsageError
 from cbatch.output.record import RecordShape
+from cbatch.output.shard import find_shards
 from cbatch.rows.reader import Source
 
 if TYPE_CHECKING:
@@ -43,6 +45,28 @@ class Target:
             raise UsageError(f"-o {output.output}: cbatch writes .jsonl and .parquet, or a folder of these")
         if self.path is not None and not self.single_file and self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path}: is a file; name a folder, or a file that ends in .jsonl or .parquet")
+
+    @property
+    def state(self) -> Path | None:
+        """The folder that keeps what a killed job needs to go on: `OUT/.cbatch`, or `.NAME.cbatch` beside a file."""
+        if self.path is None:
+            return None
+        return self.path.with_name(f".{self.path.name}.cbatch") if self.single_file else self.path / ".cbatch"
+
+    def owns(self, path: Path) -> bool:
+        """Whether a file belongs to this output, by whatever name it goes: a job may replace or remove it."""
+        if self.path is None or self.state is None:
+            return False
+        found = path.stat()
+        return (found.st_dev, found.st_ino) in self._final_inodes or path.resolve().is_relative_to(self.state.resolve())
+
+    @cached_property
+    def _final_inodes(self) -> set[tuple[int, int]]:
+        """Device and inode of each file that this output has published."""
+        assert self.path is not None
+        finals = [self.path] if self.single_file else find_shards(self.path).values()
+        found = [path.stat() for path in finals if path.exists()]
+        return {(one.st_dev, one.st_ino) for one in found}
 
     @property
     def shape(self) -> RecordShape:

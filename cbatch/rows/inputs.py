@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -14,16 +14,16 @@ from cbatch.rows.lines import COMPRESSED_SUFFIXES
 from cbatch.rows.reader import SUFFIXES, Source
 
 
-def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
+def resolve(inputs: Sequence[str], is_output: Callable[[Path], bool] = lambda _: False) -> list[Source]:
     """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
 
-    A folder or a pattern leaves out the files of `exclude`, the job's own output; a file that is named itself must not
-    be one of them.
+    `is_output` tells which files belong to the job's own output. A folder or a pattern leaves them out; naming one of
+    them itself is a UsageError.
     """
     sources: list[Source] = []
     for name in inputs:
         try:
-            sources += _sources(name, exclude)
+            sources += _sources(name, is_output)
         except OSError as error:
             raise UsageError(f"{name:.200}: can't be opened: {error.strerror or first_line(error)}") from None
     seen: set[str] = set()
@@ -35,7 +35,7 @@ def resolve(inputs: Sequence[str], exclude: Path | None = None) -> list[Source]:
     return sources
 
 
-def _sources(name: str, exclude: Path | None) -> list[Source]:
+def _sources(name: str, is_output: Callable[[Path], bool]) -> list[Source]:
     """The sources that one INPUT names."""
     if name == "-":
         return [_standard_input()]
@@ -45,9 +45,9 @@ def _sources(name: str, exclude: Path | None) -> list[Source]:
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         return [_saved_dataset(name, path, query)]
     if Path(name).is_file():
-        return [_named_file(name, exclude)]
+        return [_named_file(name, is_output)]
     found = _files_below(Path(name)) if Path(name).is_dir() else _files_matching(name)
-    files = [path for path in found if path.name.endswith(SUFFIXES) and not _inside(path, exclude)]
+    files = [path for path in found if path.name.endswith(SUFFIXES) and not is_output(path)]
     if not files:
         raise UsageError(f"{name}: holds no file that ends in {', '.join(SUFFIXES)}")
     return [_file(path) for path in files]
@@ -59,8 +59,8 @@ def _standard_input() -> Source:
     return Source("-", "jsonl")
 
 
-def _named_file(name: str, exclude: Path | None) -> Source:
-    if exclude and _is_shard(Path(name), exclude):
+def _named_file(name: str, is_output: Callable[[Path], bool]) -> Source:
+    if is_output(Path(name)):
         raise UsageError(f"{name}: is an input and would be overwritten as the output; choose another output")
     return _file(Path(name))
 
@@ -77,15 +77,6 @@ def _files_matching(pattern: str) -> list[Path]:
     if not found:
         raise UsageError(f"{pattern}: no such file or folder, and no file matches it")
     return [path for path in found if path.is_file()]
-
-
-def _inside(path: Path, folder: Path | None) -> bool:
-    return folder is not None and path.resolve().is_relative_to(folder.resolve())
-
-
-def _is_shard(path: Path, output: Path) -> bool:
-    path, output = path.resolve(), output.resolve()
-    return path == output or (path.parent == output and path.name.startswith("part-"))
 
 
 def _file(path: Path) -> Source:
