@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 
 from cbatch.cli import main
+from cbatch.errors import FATAL, OK
 
 
 def run() -> None:
@@ -19,7 +20,7 @@ def run() -> None:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             with suppress(OSError, ValueError):  # closed, or nobody reads it any more; the exit code says so
                 stream.flush()
-        os._exit(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+        os._exit(end.code if isinstance(end.code, int) else OK if end.code is None else FATAL)
 
 
 if __name__ == "__main__":

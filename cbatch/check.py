@@ -8,13 +8,12 @@ from typing import Any
 
 from cbatch import plan
 from cbatch.config import EngineConfig, RunConfig
-from cbatch.errors import RowError
+from cbatch.errors import OK, SOME_FAILED, RowError
 from cbatch.output.record import RecordShape
 from cbatch.output.target import Target
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import read
 from cbatch.rows.request import Row
-from cbatch.run import OK, SOME_FAILED
 
 _SHOWN = 20  # bad rows
 _BAR = 40  # characters

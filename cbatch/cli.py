@@ -21,11 +21,11 @@ from cbatch.config import (
     OutputConfig,
     PromptConfig,
     RunConfig,
+    SamplingParams,
     TaskConfig,
-    flag_names,
 )
-from cbatch.errors import Fatal, UsageError
-from cbatch.rows.request import SamplingParams
+from cbatch.errors import Fatal, SettingError, UsageError
+from cbatch.settings import by_field, declared, field_names, flag_names
 
 _PANELS: dict[str, tuple[str, type]] = {
     "input": ("Input", InputConfig),
@@ -114,9 +114,9 @@ def _part(panel: str, values: dict[str, Any]) -> Any:
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
         return kind(**given)
-    except ValueError as error:
-        name, _, problem = str(error).partition(" ")
-        raise UsageError(f"--{name.replace('_', '-')} {problem}") from None
+    except SettingError as error:
+        flag = flag_names(declared(kind)[error.name][0])[0]
+        raise UsageError(f"{flag} {error.problem}") from None
 
 
 def _command(function: Callable[..., None], name: str, panels: list[str]) -> None:
@@ -180,10 +180,13 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"--config {path}: {error}") from None
     settings = {key.replace("-", "_"): value for key, value in settings.items()}
-    known = {one.name for _, kind in _PANELS.values() for one in fields(kind)}
-    if unknown := settings.keys() - known:
+    names = field_names(*(kind for _, kind in _PANELS.values()))
+    if unknown := settings.keys() - names.keys():
         raise UsageError(f"--config {path}: unknown setting {min(unknown)!r}")
-    context.default_map = settings
+    try:
+        context.default_map = by_field(settings, names)
+    except SettingError as error:
+        raise UsageError(f"--config {path}: {error}") from None
 
 
 _command(_run, "run", [one.name for one in fields(RunConfig)])

@@ -1,62 +1,28 @@
-"""Settings: frozen dataclasses, validated when they are built; derive, never mutate.
-
-Each field carries its own help text, so that a setting is written down once: the command line, the TOML keys of
-`--config` and the job's fingerprint are all read from these classes.
-"""
+"""All settings of cbatch: frozen dataclasses, checked when they are built; derive with `replace`, never mutate."""
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cbatch.errors import UsageError
-from cbatch.rows.request import SamplingParams
+from cbatch.errors import SettingError, UsageError
+from cbatch.settings import Settings, by_field, field_names, option
 
 SCHEDULES = ("static", "dynamic")  # baselines
 PEERS = ("transformers", "vllm", "openvino")
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flags: str = "",
-    choices: tuple[str, ...] = (),
-    at_least: float | None = None,
-    at_most: float = math.inf,
-) -> Any:
-    """A dataclass field that is also a command-line option; `flags` replaces the flag made from its name."""
-    bounds = {"at_least": at_least, "at_most": at_most}
-    return field(default=default, metadata={"help": help, "flags": flags, "choices": choices, **bounds})
-
-
-class Checked:
-    """Checks `choices` and bounds of every field of a dataclass as it is built."""
-
-    def __post_init__(self) -> None:
-        for name, spec in self.__dataclass_fields__.items():  # type: ignore[attr-defined]
-            value, flag = getattr(self, name), "--" + name.replace("_", "-")
-            choices, at_least = spec.metadata.get("choices"), spec.metadata.get("at_least")
-            at_most = spec.metadata.get("at_most", math.inf)
-            if choices and value not in (*choices, spec.default):
-                raise UsageError(f"{flag} must be one of {', '.join(choices)}, not {value!r}")
-            if at_least is None or value is None or (at_least <= value <= at_most and value != math.inf):
-                continue
-            bounds = f"at least {at_least}" if at_most == math.inf else f"between {at_least} and {at_most}"
-            raise UsageError(f"{flag} must be {bounds}, not {value}")
-
-
 @dataclass(frozen=True)
-class InputConfig(Checked):
+class InputConfig(Settings):
     inputs: tuple[str, ...] = ()
     skip: int = option(0, "Leave out the first N rows of the input.", at_least=0)
     limit: int | None = option(None, "Stop after N rows of the input.", at_least=0)
 
 
 @dataclass(frozen=True)
-class PromptConfig(Checked):
+class PromptConfig(Settings):
     prompt_column: str = option("prompt", "Column that holds the prompt text.")
     template: str | None = option(
         None, "Jinja template over all columns that makes the prompt, e.g. 'Summarise: {{ text }}', or @FILE."
@@ -80,14 +46,64 @@ class PromptConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.system is not None and self.chat is False:
-            raise UsageError("--system needs a conversation; it can't be combined with --raw")
-        for flag, text in (("--system", self.system), ("--template", self.template)):
+            raise SettingError("system", "needs a conversation; it can't be combined with --raw")
+        for name, text in (("system", self.system), ("template", self.template)):
             if any("\ud800" <= character <= "\udfff" for character in text or ""):
-                raise UsageError(f"{flag} is not valid UTF-8")
+                raise SettingError(name, "is not valid UTF-8")
 
 
 @dataclass(frozen=True)
-class EngineConfig(Checked):
+class SamplingParams(Settings):
+    """How the tokens of a row are chosen.
+
+    Order of the filters: penalties, temperature, top-k, top-p, min-p.
+    """
+
+    max_tokens: int = option(256, "Most tokens in a completion.", at_least=1)
+    temperature: float = option(0.0, "0 always takes the likeliest token.", at_least=0)
+    top_p: float = option(
+        1.0, "Sample from the smallest set of tokens whose probabilities sum to P.", at_least=0, at_most=1
+    )
+    top_k: int = option(0, "Sample from the K likeliest tokens; 0 or -1 for all.", at_least=-1)
+    min_p: float = option(0.0, "Leave out tokens less likely than P times the likeliest.", at_least=0, at_most=1)
+    repetition_penalty: float = option(1.0, "Divide the scores of tokens already seen, prompt included.", at_least=1e-6)
+    presence_penalty: float = option(
+        0.0, "Subtract from the score of a token already generated.", at_least=-2, at_most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtract from the score of a token for each time it was generated.", at_least=-2, at_most=2
+    )
+    stop: tuple[str, ...] = option((), "End a completion at this text, which is left out (repeatable).")
+    stop_token_ids: tuple[int, ...] = option(
+        (),
+        "End a completion at this token, which is left out (repeatable).",
+        flags="--stop-token-id",
+        aliases=("stop_token_id",),
+        at_least=0,
+    )
+    ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
+    min_tokens: int = option(0, "Do not end a completion before this many tokens.", at_least=0)
+    seed: int | None = option(None, "Seed of the random draws; chosen and recorded if not given.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "" in self.stop:
+            raise SettingError("stop", "must not hold an empty text")
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def override(self, values: Mapping[str, Any]) -> SamplingParams:
+        """These settings with some replaced; null leaves one as it is. ValueError if a name or a value is wrong."""
+        names = field_names(SamplingParams)
+        if unknown := [name for name in values if name not in names]:
+            raise ValueError(f"unknown sampling parameter {unknown[0]!r}")
+        return replace(self, **by_field({name: value for name, value in values.items() if value is not None}, names))
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
     model: str = option("smollm2-135m", "Folder, GGUF file, Hub id, or smollm2-135m.", flags="--model/-m")
     dtype: str = option(
         "auto",
@@ -156,17 +172,17 @@ class EngineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch("auto|[1-9][0-9]*", self.data_parallel_size):
-            raise UsageError(
-                f"--data-parallel-size must be a number, at least 1, or auto, not {self.data_parallel_size!r}"
+            raise SettingError(
+                "data_parallel_size", f"must be a number, at least 1, or auto, not {self.data_parallel_size!r}"
             )
         if self.data_parallel_size != "1" and self.scheduling != "continuous":
-            raise UsageError(
-                f"--scheduling {self.scheduling} is a baseline with one engine; leave out --data-parallel-size"
+            raise SettingError(
+                "scheduling", f"{self.scheduling} is a baseline with one engine; leave out --data-parallel-size"
             )
 
 
 @dataclass(frozen=True)
-class OutputConfig(Checked):
+class OutputConfig(Settings):
     output: str = option(
         "", "Folder of shards, or one .jsonl or .parquet file, or - for standard output.", flags="--output/-o"
     )
@@ -181,7 +197,7 @@ class OutputConfig(Checked):
 
 
 @dataclass(frozen=True)
-class TaskConfig(Checked):
+class TaskConfig(Settings):
     """This process as one of several, with a time that ends."""
 
     shard: str | None = option(
@@ -198,7 +214,7 @@ class TaskConfig(Checked):
 
 
 @dataclass(frozen=True)
-class DisplayConfig(Checked):
+class DisplayConfig(Settings):
     progress: str = option(
         "auto",
         "auto: a live view on a terminal, else plain lines. none: print nothing unless something is wrong.",
@@ -223,7 +239,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class BenchConfig(Checked):
+class BenchConfig(Settings):
     workload: str = option(
         "ragged",
         "ragged, fixed or prefix, made of Python's own library; or a file with rows of token_ids and params.max_tokens.",
@@ -248,22 +264,3 @@ class BenchConfig(Checked):
     @property
     def compared(self) -> list[str]:
         return list(dict.fromkeys(name.strip() for name in self.compare.split(",") if name.strip()))
-
-
-def flag_names(one: Field[Any]) -> list[str]:
-    """The flag of a field; of one that is true by default, also the one that turns it off."""
-    flags = str(one.metadata.get("flags") or "--" + one.name.replace("_", "-"))
-    if one.default is True and "/" not in flags:
-        flags = f"{flags}/--no-{flags[2:]}"
-    return flags.split("/")
-
-
-def as_flags(config: Any) -> list[str]:
-    """The command line that makes the defaults this `config`."""
-    words = []
-    for one in fields(config):
-        value, names = getattr(config, one.name), flag_names(one)
-        if value == one.default:
-            continue
-        words.append(names[not value] if isinstance(value, bool) else f"{names[0]}={value}")
-    return words

@@ -12,9 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from cbatch.config import TaskConfig
-from cbatch.errors import UsageError
-
-INTERRUPTED = 75  # exit code; BSD's EX_TEMPFAIL
+from cbatch.errors import INTERRUPTED, KILLED, UsageError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A run leaves within 10 seconds: a step may end in the first six, the rest is for what was finished to reach the disk.
@@ -88,7 +86,7 @@ class Deadline:
                 if number not in self._before:
                     continue
                 if asked:
-                    self._end(128 + number, 0.2)
+                    self._end(KILLED + number, 0.2)
                 asked = True
                 self._leave_after(signal.Signals(number).name)
 

@@ -1,8 +1,13 @@
-"""Errors that are the user's to mend: one line saying what is wrong, where, and what to do. No traceback."""
+"""Exit codes, and the errors that a user can mend: one line says what is wrong, where, and what to do. No traceback."""
 
 from __future__ import annotations
 
 import re
+
+OK, FATAL, USAGE, SOME_FAILED = 0, 1, 2, 3
+INTERRUPTED = 75  # before all rows were done; BSD's EX_TEMPFAIL
+KILLED = 128  # plus the number of the signal that ended the process at once, as a shell says it
+READER_GONE = 141  # nobody reads standard output any more: KILLED + SIGPIPE
 
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LONGEST = 2000  # characters of a message; templates and values of the user's may be quoted in it
@@ -11,13 +16,24 @@ _LONGEST = 2000  # characters of a message; templates and values of the user's m
 class Fatal(Exception):
     """The job can't go on."""
 
-    exit_code = 1
+    exit_code = FATAL
 
 
 class UsageError(Fatal):
     """The command, its settings or its inputs are wrong; nothing was loaded or written."""
 
-    exit_code = 2
+    exit_code = USAGE
+
+
+class SettingError(ValueError):
+    """A setting can't have this value. `name` is its field; `problem` goes on from the name: must be at least 1 ..."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(name, problem)
+        self.name, self.problem = name, problem
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.problem}"
 
 
 class RowError(ValueError):

@@ -8,20 +8,21 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from cbatch.config import RunConfig
+from cbatch.config import RunConfig, SamplingParams
 from cbatch.errors import RowError, UsageError
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
-from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.request import Row
 from cbatch.rows.template import compiled_template, template_text
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
 
 _FIRST_ROWS = 20  # looked at before anything is loaded
+_RECORDED_AS = {"stop_token_ids": "stop_token_id"}  # manifests keep the name that the setting had at first
 
 
 def check_settings(config: RunConfig) -> None:
@@ -131,7 +132,10 @@ def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sourc
     sampling = asdict(builder.sampling)
     return {
         **files.fingerprint(),
-        **{key: list(value) if isinstance(value, tuple) else value for key, value in sampling.items()},
+        **{
+            _RECORDED_AS.get(name, name): list(value) if isinstance(value, tuple) else value
+            for name, value in sampling.items()
+        },
         **asdict(prompt),
         "template": template_text(prompt.template) if prompt.template else None,
         "chat": builder.chat,

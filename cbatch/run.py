@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch import __version__, plan
 from cbatch.config import RunConfig
-from cbatch.deadline import INTERRUPTED, Deadline
-from cbatch.errors import Fatal, UsageError
+from cbatch.deadline import Deadline
+from cbatch.errors import INTERRUPTED, OK, READER_GONE, SOME_FAILED, Fatal, UsageError
 from cbatch.output.target import Target
 from cbatch.output.writer import ReaderGone, ShardSink, StreamSink, Writer
 from cbatch.rows.feed import Feed
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
     from cbatch.output.journal import Done, Journal
     from cbatch.output.shards import Shards
-
-OK, FATAL, USAGE, SOME_FAILED, READER_GONE = 0, 1, 2, 3, 141  # and INTERRUPTED
 
 _SHOWN_ERRORS = 3
 _AHEAD = 1024  # requests that may wait between the reader and the engine

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from cbatch.config import SamplingParams
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.errors import RowError
 from cbatch.model.attention import NAME, layer_shapes
 from cbatch.model.kv_cache import KVCache, LayerShape
 from cbatch.model.runner import Runner
-from cbatch.rows.request import Completion, Request, Row, SamplingParams
+from cbatch.rows.request import Completion, Request, Row
 from tests.tiny import make_model
 
 torch.set_num_threads(1)  # tiny models only lose by more

@@ -30,6 +30,7 @@ if "--dry-run" in sys.argv:
 
 import torch
 
+from cbatch.config import SamplingParams
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine, make_scheduler
 from cbatch.engine.start import model_cost
@@ -39,7 +40,7 @@ from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import substitute
 from cbatch.model.kv_cache import KVCache
 from cbatch.model.runner import Runner
-from cbatch.rows.request import Completion, Request, Row, SamplingParams
+from cbatch.rows.request import Completion, Request, Row
 from cbatch.watch.stats import RunStats
 
 _BUDGET_SECONDS = 470  # nothing new is begun after this

@@ -33,8 +33,8 @@ import pyarrow.parquet as pq
 from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
 from cbatch.cli import main
+from cbatch.errors import FATAL, SOME_FAILED, USAGE
 from cbatch.output import parquet  # noqa: F401
-from cbatch.run import FATAL, SOME_FAILED, USAGE
 from tests.chain import continuation
 from tests.chain_engine import decoder, replace_models
 from tests.tiny import VOCAB_SIZE, make_config, make_tokenizer

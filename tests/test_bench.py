@@ -18,8 +18,9 @@ from cbatch.bench.contender import Contender, Outcome, check
 from cbatch.bench.peers import interpreters
 from cbatch.bench.timeline import Piece, timeline
 from cbatch.bench.workload import Item, Workload, make, read_file
-from cbatch.config import EngineConfig, as_flags
+from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
+from cbatch.settings import as_flags
 from tests.conftest import Cbatch
 from tests.tiny import make_tokenizer
 

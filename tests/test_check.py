@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 
 from cbatch.check import check
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
+from cbatch.config import (
+    DisplayConfig,
+    EngineConfig,
+    InputConfig,
+    OutputConfig,
+    PromptConfig,
+    RunConfig,
+    SamplingParams,
+)
 from cbatch.errors import UsageError
-from cbatch.rows.request import SamplingParams
 from tests.conftest import Cbatch
 from tests.tiny import make_tokenizer
 

@@ -17,10 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbatch import __version__, cli
-from cbatch.config import DisplayConfig, EngineConfig, InputConfig, OutputConfig, PromptConfig, RunConfig
-from cbatch.rows.request import SamplingParams
+from cbatch.config import (
+    DisplayConfig,
+    EngineConfig,
+    InputConfig,
+    OutputConfig,
+    PromptConfig,
+    RunConfig,
+    SamplingParams,
+)
 from tests.conftest import Cbatch
-from tests.jobs import read_jsonl, replace_start_engine
 
 Call = Callable[..., "tuple[int, str, str]"]
 CONTEXT = 512  # of the tiny model
@@ -61,8 +67,12 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
 def shard(folder: Path) -> list[dict[str, Any]]:
-    return read_jsonl(folder / "part-00000.jsonl")
+    return records(folder / "part-00000.jsonl")
 
 
 # Flags
@@ -94,7 +104,7 @@ def test_flags_arrive_where_they_belong(parsed: Callable[..., RunConfig]) -> Non
     assert config.input == InputConfig(("a.jsonl", "b.jsonl"), skip=2, limit=0)
     assert config.prompt == PromptConfig(chat=False, truncate="left")
     assert config.sampling == SamplingParams(
-        stop=("x", "y z"), stop_token_id=(7,), top_p=0.5, temperature=1.0, seed=-3, ignore_eos=True
+        stop=("x", "y z"), stop_token_ids=(7,), top_p=0.5, temperature=1.0, seed=-3, ignore_eos=True
     )
     assert config.engine == EngineConfig(model="model", enable_prefix_caching=False)
     assert (config.output.output, config.display.progress) == ("out", "none")
@@ -122,7 +132,7 @@ def test_version_and_help(call: Call) -> None:
         (("--skip", -1), "--skip must be at least 0"),
         (("--max-model-len", 1), "--max-model-len must be at least 2"),
         (("--shard-rows", 0), "--shard-rows must be at least 1"),
-        (("--kv-cache-memory", "inf"), "--kv-cache-memory must be at least 0, not inf"),
+        (("--kv-cache-memory", "inf"), "--kv-cache-memory must be finite, not inf"),
         (("--gpu-memory-utilization", 1.5), "--gpu-memory-utilization must be between 0 and 1"),
         (("--kv-cache-memory", "nan"), "--kv-cache-memory"),
         (("--dtype", "int8"), "--dtype must be one of"),
@@ -219,12 +229,18 @@ def test_a_file_of_settings_gives_defaults_that_flags_go_before(
     assert (config.engine.model, config.output.output, config.prompt.chat) == ("m", "out", False)
     assert not config.engine.enable_prefix_caching
     assert config.sampling == SamplingParams(
-        max_tokens=64, top_p=0.5, temperature=1.0, stop=("x", "y"), stop_token_id=(7,), ignore_eos=True
+        max_tokens=64, top_p=0.5, temperature=1.0, stop=("x", "y"), stop_token_ids=(7,), ignore_eos=True
     )
     over = parsed("c.jsonl", "--max-tokens", 3, "--stop", "z", "--chat", "--config", file, "-m", "n")
     assert over.input.inputs == ("c.jsonl",)
     assert (over.sampling.max_tokens, over.sampling.stop, over.sampling.top_p) == (3, ("z",), 0.5)
     assert (over.prompt.chat, over.engine.model) == (True, "n")
+
+
+@pytest.mark.parametrize("name", ["stop-token-id", "stop_token_id", "stop-token-ids", "stop_token_ids"])
+def test_a_file_may_use_all_names_of_a_setting(parsed: Callable[..., RunConfig], tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.toml").write_text(f'inputs = ["a.jsonl"]\n{name} = [7, 8]\n')
+    assert parsed("--config", tmp_path / "job.toml").sampling.stop_token_ids == (7, 8)
 
 
 def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, tiny_model: Path) -> None:
@@ -246,6 +262,8 @@ def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, ti
         ("max-tokens = 1.5", "--max-tokens"),
         ("max-tokens = [1]", "--max-tokens"),
         ("max-tokens = 0", "--max-tokens must be at least 1"),
+        ("stop-token-ids = [-1]", "--stop-token-id must be at least 0"),
+        ("stop_token_ids = 1\nstop-token-id = 2", "stop_token_ids is given twice"),
         ('stop = "ab"', "--stop"),
         ('dtype = "int8"', "--dtype must be one of"),
         ("temperature = nan", "--temperature must be finite"),
@@ -362,7 +380,7 @@ def test_an_input_without_rows_gives_an_empty_output(
 def test_rows_that_all_fail_need_no_engine(
     call: Call, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replace_start_engine(lambda *_: pytest.fail("an engine was started"), monkeypatch)
+    monkeypatch.setattr("cbatch.engine.start.start_engine", None)
     source = jsonl(tmp_path / "in.jsonl", {"prompt": ""}, {"token_ids": []}, "[]")
     assert call("run", source, "-m", tiny_model, "-o", tmp_path / "out", "--raw")[0] == 3
     assert [one["error_kind"] for one in shard(tmp_path / "out")] == ["empty_prompt", "empty_prompt", "not_an_object"]
@@ -466,7 +484,7 @@ def test_openai_requests_are_answered_in_openais_shape(call: Call, tmp_path: Pat
     )
     code, _, _ = call("run", source, "-m", tiny_model, "-o", tmp_path / "out.jsonl", "--ordered")
     assert code == 3
-    chat, text, bad = read_jsonl(tmp_path / "out.jsonl")
+    chat, text, bad = records(tmp_path / "out.jsonl")
     assert [one["custom_id"] for one in (chat, text, bad)] == ["chat", "text", "bad"]
     assert chat["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert chat["response"]["body"]["usage"]["completion_tokens"] == 3

@@ -13,10 +13,9 @@ import pytest
 
 from cbatch import deadline
 from cbatch.config import TaskConfig
-from cbatch.deadline import INTERRUPTED, Deadline, parse_duration, time_limit
-from cbatch.errors import UsageError
+from cbatch.deadline import Deadline, parse_duration, time_limit
+from cbatch.errors import INTERRUPTED, OK, UsageError
 from cbatch.model.runner import Runner
-from cbatch.run import OK
 from tests.child import SLOW, Child
 from tests.jobs import num_records, records, replace_start_engine, row_numbers, summary, wait_until, write_input
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from cbatch.config import SamplingParams
 from cbatch.engine.engine import Engine
 from cbatch.errors import RowError
-from cbatch.rows.request import Request, SamplingParams
+from cbatch.rows.request import Request
 from tests.drive import Finished, Given, finished, make_engine, make_request, run, spell, twins
 from tests.tiny import VOCAB_SIZE, generate, make_config
 
@@ -155,7 +156,7 @@ def test_ignore_eos_disables_all_of_them_but_no_stop_token() -> None:
     ignoring = one(make_request(0, prompt(6), max_tokens=20, ignore_eos=True), eos=set(tokens))
     assert list(ignoring.token_ids) == tokens
     assert ignoring.finish_reason == "length"
-    both = one(make_request(0, prompt(6), max_tokens=20, ignore_eos=True, stop_token_id=tokens[4]), eos=set(tokens))
+    both = one(make_request(0, prompt(6), max_tokens=20, ignore_eos=True, stop_token_ids=tokens[4]), eos=set(tokens))
     assert list(both.token_ids) == tokens[: tokens.index(tokens[4])]
     assert both.finish_reason == "stop"
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cbatch.config import SamplingParams
 from cbatch.errors import Fatal, RowError
 from cbatch.rows.feed import Feed
-from cbatch.rows.request import Completion, Request, Row, SamplingParams
+from cbatch.rows.request import Completion, Request, Row
 
 PARAMS = SamplingParams()
 

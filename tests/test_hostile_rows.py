@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbatch.errors import UsageError
-from cbatch.run import OK, SOME_FAILED
+from cbatch.errors import OK, SOME_FAILED, UsageError
 from tests.conftest import Cbatch
 from tests.jobs import run_job
 from tests.tiny import TEMPLATE, generate, make_config, make_model, make_tokenizer, save_model

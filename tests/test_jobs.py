@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from cbatch.errors import UsageError
-from cbatch.run import OK, SOME_FAILED
+from cbatch.errors import OK, SOME_FAILED, UsageError
 from tests.jobs import records, run_job, summary, write_rows
 from tests.tiny import make_config, save_model
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.config import PromptConfig
+from cbatch.config import PromptConfig, SamplingParams
 from cbatch.errors import RowError
 from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.request import Row
 from tests.tiny import TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 

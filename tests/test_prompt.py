@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from cbatch.config import PromptConfig
-from cbatch.errors import RowError, UsageError
+from cbatch.config import PromptConfig, SamplingParams
+from cbatch.errors import RowError, SettingError, UsageError
 from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.reader import read
-from cbatch.rows.request import Row, SamplingParams
+from cbatch.rows.request import Row
 from tests.tiny import TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 CONTEXT = 200
@@ -286,11 +286,11 @@ def test_settings_that_contradict_the_model_are_refused() -> None:
     for settings in ({"system": "s"}, {"chat": True}):
         with pytest.raises(UsageError, match="no chat template"):
             builder(chat_template=None, **settings)
-    with pytest.raises(UsageError, match="--raw"):
+    with pytest.raises(SettingError, match=r"system .* --raw"):
         builder(system="s", chat=False)
-    for flag in ("system", "template"):
-        with pytest.raises(UsageError, match=f"--{flag} is not valid UTF-8"):
-            builder(**{flag: "a\udcff"})
+    for name in ("system", "template"):
+        with pytest.raises(SettingError, match=f"{name} is not valid UTF-8"):
+            builder(**{name: "a\udcff"})
 
 
 @pytest.mark.parametrize("inline", [True, False])

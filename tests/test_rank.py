@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cbatch.errors import UsageError
+from cbatch.errors import OK, SOME_FAILED, USAGE, UsageError
 from cbatch.rows.rank import Rank, find_rank
 from cbatch.rows.reader import spans
-from cbatch.run import OK, SOME_FAILED, USAGE
 from tests.child import SLOW, Child
 from tests.jobs import num_records, records, row_numbers, write_input
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from cbatch.config import EngineConfig
-from cbatch.errors import UsageError
-from cbatch.run import FATAL, INTERRUPTED, OK, SOME_FAILED
+from cbatch.errors import FATAL, INTERRUPTED, OK, SOME_FAILED, SettingError, UsageError
 from tests.jobs import num_records, records, run_job, summary, wait_until, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -69,12 +68,12 @@ def test_what_is_wrong_for_an_engine_is_said_as_if_there_were_one(job: Callable[
 
 @pytest.mark.parametrize("size", ["0", "-1", "two", "1.5", ""])
 def test_what_is_no_number_of_engines_is_refused(size: str) -> None:
-    with pytest.raises(UsageError, match="--data-parallel-size must be a number, at least 1, or auto"):
+    with pytest.raises(SettingError, match="data_parallel_size must be a number, at least 1, or auto"):
         EngineConfig(data_parallel_size=size)
 
 
 def test_a_baseline_has_one_engine() -> None:
-    with pytest.raises(UsageError, match="--scheduling static"):
+    with pytest.raises(SettingError, match="scheduling static"):
         EngineConfig(data_parallel_size="2", scheduling="static")
 
 

@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cbatch.errors import Fatal, UsageError
-from cbatch.run import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE
+from cbatch.errors import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE, Fatal, UsageError
 from cbatch.watch import progress
 from tests.child import SLOW, Child
 from tests.conftest import Cbatch

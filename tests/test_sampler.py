@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbatch.config import SamplingParams
 from cbatch.engine.sequence import Sequence
 from cbatch.model import ops
 from cbatch.model.sampler import INVALID_LOGITS, _draw, filtered_probs, sample, uniform
-from cbatch.rows.request import SamplingParams
 from tests.drive import make_engine, make_request, run
 from tests.tiny import VOCAB_SIZE, make_config, make_model
 
@@ -225,9 +225,9 @@ def test_no_end_is_sampled_before_min_tokens() -> None:
     assert first([], min_tokens=2) == 2
     assert first([3], min_tokens=2) == 2
     assert first([3, 3], min_tokens=2) == 1
-    assert first([], min_tokens=2, stop_token_id=[2, 10**30]) == 3
+    assert first([], min_tokens=2, stop_token_ids=[2, 10**30]) == 3
     assert first([], min_tokens=2, ignore_eos=True) == 1
-    assert first([], min_tokens=2, ignore_eos=True, stop_token_id=1) == 2
+    assert first([], min_tokens=2, ignore_eos=True, stop_token_ids=1) == 2
 
 
 def test_uniforms_are_uniform_and_differ_between_streams_and_positions() -> None:

@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from cbatch.config import PromptConfig
-from cbatch.errors import Fatal, RowError
+from cbatch.config import PromptConfig, SamplingParams
+from cbatch.errors import OK, USAGE, Fatal, RowError
 from cbatch.model.loader import locate
 from cbatch.rows.prompt import PromptBuilder
-from cbatch.rows.request import Row, SamplingParams
-from cbatch.run import OK, USAGE
+from cbatch.rows.request import Row
 from tests.jobs import records
 from tests.tiny import make_tokenizer, save_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.run import SOME_FAILED
+from cbatch.errors import SOME_FAILED
 from tests.child import Child, nothing
 from tests.jobs import row_numbers, write_input
 

@@ -307,7 +307,7 @@ def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypa
         {},
         {"repetition_penalty": 3.0},
         {"presence_penalty": 1.5, "frequency_penalty": 0.7},
-        {"min_tokens": 9, "stop_token_id": (4, 10**6)},
+        {"min_tokens": 9, "stop_token_ids": (4, 10**6)},
         {"repetition_penalty": 0.5, "frequency_penalty": -1.0, "min_tokens": 9},
     ]
     sequences = []

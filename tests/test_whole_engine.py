@@ -40,7 +40,7 @@ def requests(draw: st.DrawFn) -> list[Request]:
             "min_tokens": draw(st.integers(0, 3)),
             "ignore_eos": draw(st.booleans()),
             "stop": draw(st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=3).map(spell), max_size=2)),
-            "stop_token_id": draw(st.lists(st.integers(0, 11), max_size=1)),
+            "stop_token_ids": draw(st.lists(st.integers(0, 11), max_size=1)),
         }
         found.append(make_request(number, token_ids, **params))
     return found
@@ -55,7 +55,7 @@ def expected(request: Request, capacity: int) -> tuple[str | None, str]:
         return None, "kv_cache_too_small"
     longest = min(num_prompt + params.max_tokens, CONTEXT) - num_prompt
     room = min(longest, capacity - num_prompt)
-    ends = set(params.stop_token_id) | (set() if params.ignore_eos else {EOS})
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
 
     def stop_text(made: list[int]) -> int:
         return min((p for p in (spell(made).find(one, params.min_tokens) for one in params.stop) if p >= 0), default=-1)

@@ -25,21 +25,20 @@ from cbatch.bench.peers import Peers, Skipped, interpreters
 from cbatch.bench.timeline import timeline
 from cbatch.bench.workload import Workload, make, read_file
 from cbatch.config import SCHEDULES, BenchConfig, EngineConfig
-from cbatch.errors import UsageError
+from cbatch.errors import KILLED, OK, SOME_FAILED, UsageError
 from cbatch.watch.progress import say
-
-OK, SOME_INVALID = 0, 3
 
 _ROWS = 256
 _GENERATED = ("ragged", "fixed", "prefix")
 
 
 def bench(config: BenchConfig, engine: EngineConfig) -> int:
-    """Measure, print a table, and write the files that were asked for; SOME_INVALID if a contender failed."""
+    """Measure, print a table, and write the files that were asked for; SOME_FAILED if a contender failed."""
     from cbatch.model.ceilings import device_name
     from cbatch.model.loader import locate, parallelism, resolve_device, resolve_dtype
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the contender that runs is ended, too
+    # So that the contender that runs is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(KILLED + signal.SIGTERM))
     if config.plot:
         plot.check(config.plot)
     for file in filter(None, (config.json, config.plot)):
@@ -100,7 +99,7 @@ def bench(config: BenchConfig, engine: EngineConfig) -> int:
     if config.plot:
         title = f"{files.path.name}, workload {Path(workload.name).name}"
         Path(config.plot).write_text(plot.page(curves, title), encoding="utf-8")
-    return OK if all(one["valid"] for one in measured.values()) else SOME_INVALID
+    return OK if all(one["valid"] for one in measured.values()) else SOME_FAILED
 
 
 def _make_room(path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from cbatch.bench import process
 from cbatch.bench.workload import Workload
-from cbatch.config import EngineConfig, as_flags
+from cbatch.config import EngineConfig
+from cbatch.settings import as_flags
 
 _INTERVAL = "0.1"  # seconds between the marks of a timeline
 

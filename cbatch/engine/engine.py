@@ -216,7 +216,7 @@ class Engine:
         if token == INVALID_LOGITS:
             return self._end(seq, error=RowError("invalid_logits", "the model's output is not a number"))
         if seq.num_known_tokens - seq.num_prompt_tokens >= params.min_tokens and (
-            token in params.stop_token_id or (token in self.eos_token_ids and not params.ignore_eos)
+            token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
         ):
             return self._end(seq, "stop")
         seq.learn(token)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cbatch.config import SamplingParams
 from cbatch.engine.detokenizer import StopFinder
-from cbatch.rows.request import Request, SamplingParams
+from cbatch.rows.request import Request
 
 UNKNOWN = -1  # stands for a token that a launched step is still computing
 

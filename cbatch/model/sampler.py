@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cbatch.config import SamplingParams
 from cbatch.model import ops
 from cbatch.model.batch import to_device
-from cbatch.rows.request import SamplingParams
 
 if TYPE_CHECKING:
     from cbatch.engine.sequence import Sequence
@@ -185,7 +185,7 @@ def _barred(
     tokens: list[int] = []
     for row, seq in enumerate(sequences):
         if seq.num_completion_tokens < seq.params.min_tokens:
-            ends = [*seq.params.stop_token_id, *([] if seq.params.ignore_eos else eos_token_ids)]
+            ends = [*seq.params.stop_token_ids, *([] if seq.params.ignore_eos else eos_token_ids)]
             tokens += [token for token in ends if token < vocabulary]
             rows += [row] * (len(tokens) - len(rows))
     return rows, tokens

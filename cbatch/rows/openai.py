@@ -13,7 +13,7 @@ from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Output, Row
 
 _PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}  # by URL
-_PARAM_NAMES = {"max_completion_tokens": "max_tokens", "stop_token_ids": "stop_token_id"}
+_PARAM_NAMES = {"max_completion_tokens": "max_tokens"}
 _IGNORED = {"model", "messages", "prompt", "user", "metadata", "store", "service_tier"}
 _NEUTRAL = {"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False}  # allowed with this value only
 

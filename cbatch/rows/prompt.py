@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-from cbatch.config import PromptConfig
+from cbatch.config import PromptConfig, SamplingParams
 from cbatch.errors import RowError, UsageError
 from cbatch.rows import openai
 from cbatch.rows.conversation import cleaned_message
 from cbatch.rows.identity import Identities
-from cbatch.rows.request import Request, Row, SamplingParams
+from cbatch.rows.request import Request, Row
 from cbatch.rows.template import compiled_template
 
 

@@ -2,91 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
+from cbatch.config import SamplingParams
 from cbatch.errors import RowError
-
-
-def _option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "low": low, "high": high})
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one row are chosen. Invalid values raise ValueError.
-
-    Order of the filters: penalties, temperature, top-k, top-p, min-p.
-    """
-
-    max_tokens: int = _option(256, "Most tokens in a completion.", low=1)
-    temperature: float = _option(0.0, "0 always takes the likeliest token.", low=0)
-    top_p: float = _option(1.0, "Sample from the smallest set of tokens whose probabilities sum to P.", low=0, high=1)
-    top_k: int = _option(0, "Sample from the K likeliest tokens; 0 or -1 for all.", low=-1)
-    min_p: float = _option(0.0, "Leave out tokens less likely than P times the likeliest.", low=0, high=1)
-    repetition_penalty: float = _option(1.0, "Divide the scores of tokens already seen, prompt included.", low=1e-6)
-    presence_penalty: float = _option(0.0, "Subtract from the score of a token already generated.", low=-2, high=2)
-    frequency_penalty: float = _option(0.0, "The same, for each time it was generated.", low=-2, high=2)
-    stop: tuple[str, ...] = _option((), "End a completion at this text, which is left out (repeatable).")
-    stop_token_id: tuple[int, ...] = _option(
-        (), "End a completion at this token, which is left out (repeatable).", low=0
-    )
-    ignore_eos: bool = _option(False, "Go on after the model's end-of-sequence token.")
-    min_tokens: int = _option(0, "Do not end a completion before this many tokens.", low=0)
-    seed: int | None = _option(None, "Seed of the random draws; chosen and recorded if not given.")
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(SamplingParams)
-        for spec in fields(self):
-            object.__setattr__(
-                self,
-                spec.name,
-                _checked(
-                    spec.name, getattr(self, spec.name), hints[spec.name], spec.metadata["low"], spec.metadata["high"]
-                ),
-            )
-        if "" in self.stop:
-            raise ValueError("stop must not hold an empty text")
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    def override(self, values: Mapping[str, Any]) -> SamplingParams:
-        """These settings with some replaced; null leaves one as it is. Unknown names raise ValueError."""
-        known = {spec.name for spec in fields(self)}
-        if unknown := [name for name in values if name not in known]:
-            raise ValueError(f"unknown sampling parameter {unknown[0]!r}")
-        return replace(self, **{name: value for name, value in values.items() if value is not None})
-
-
-def _checked(name: str, value: Any, hint: Any, low: float | None, high: float | None) -> Any:
-    """`value` as the type that `hint` asks for and within its bounds, or ValueError."""
-    if get_origin(hint) is tuple:
-        items = value if isinstance(value, (list, tuple)) else (value,)
-        return tuple(_checked(name, item, get_args(hint)[0], low, high) for item in items)
-    if type(None) in get_args(hint):
-        if value is None:
-            return None
-        hint = get_args(hint)[0]
-    if hint is float and type(value) is int:
-        value = float(value) if abs(value) < 2**64 else math.inf
-    if type(value) is not hint:
-        raise ValueError(f"{name} must be {_TYPE_NAMES[hint]}, not {value!r:.80}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, not {value}")
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"{name} must be {_bounds(low, high)}, not {value!r:.80}")
-    return value
-
-
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
-def _bounds(low: float | None, high: float | None) -> str:
-    return f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.rows.request import SamplingParams
+from cbatch.config import EngineConfig, PromptConfig, SamplingParams, TaskConfig
+from cbatch.errors import SettingError
 
 EDGES: list[tuple[str, list[Any], list[Any]]] = [
     ("max_tokens", [1, 10**9, 10**30], [0, -1, "20", 1e9, True, math.nan]),
@@ -20,7 +22,7 @@ EDGES: list[tuple[str, list[Any], list[Any]]] = [
     ("presence_penalty", [-2, 0, 2.0], [-2.01, 2.01, "0"]),
     ("frequency_penalty", [-2, 0, 2.0], [-2.01, 2.01, []]),
     ("stop", ["a", ["a", "b"], [], ("a",)], ["", [""], [1], 1, [["a"]], {"a": 1}, [None]]),
-    ("stop_token_id", [0, 5, [1, 2], []], [-1, [-1], "1", [1.0], [True]]),
+    ("stop_token_ids", [0, 5, [1, 2], []], [-1, [-1], "1", [1.0], [True]]),
     ("ignore_eos", [True, False], [1, 0, "true"]),
     ("min_tokens", [0, 5], [-1, 1.5, "1"]),
     ("seed", [0, -1, 2**64], [1.0, "7", True, []]),
@@ -34,7 +36,7 @@ def test_every_setting_has_its_edges_tested() -> None:
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, good, _ in EDGES for value in good])
 def test_values_inside_the_bounds_are_taken(name: str, value: Any) -> None:
     taken = getattr(SamplingParams(**{name: value}), name)
-    if name in ("stop", "stop_token_id"):
+    if name in ("stop", "stop_token_ids"):
         assert taken == tuple(value if isinstance(value, (list, tuple)) else [value])
     else:
         assert taken == value
@@ -45,6 +47,41 @@ def test_values_outside_the_bounds_are_refused_by_name(name: str, value: Any) ->
     with pytest.raises(ValueError, match=f"^{name} must ") as caught:
         SamplingParams().override({name: value})
     assert len(str(caught.value)) < 200
+
+
+def test_a_setting_has_one_field_and_may_have_other_names() -> None:
+    for name in ("stop_token_ids", "stop_token_id"):
+        assert SamplingParams().override({name: [7]}) == SamplingParams(stop_token_ids=(7,))
+        with pytest.raises(SettingError, match=r"^stop_token_ids must be at least 0") as caught:
+            SamplingParams().override({name: -1})
+        assert caught.value.name == "stop_token_ids"
+    both = {"stop_token_ids": [7], "stop_token_id": None}
+    assert SamplingParams().override(both) == SamplingParams(stop_token_ids=(7,))
+    with pytest.raises(SettingError, match=r"^stop_token_ids is given twice"):
+        SamplingParams().override({**both, "stop_token_id": 7})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        (EngineConfig, "max_num_seqs", [0, 1.5, "4", True]),
+        (EngineConfig, "kv_cache_memory", [-1, math.nan, math.inf, "1"]),
+        (EngineConfig, "gpu_memory_utilization", [1.1, None]),
+        (EngineConfig, "dtype", ["int8", None, 8]),
+        (EngineConfig, "data_parallel_size", ["0", "two", 2]),
+        (EngineConfig, "enable_prefix_caching", [1, "yes"]),
+        (PromptConfig, "truncate", ["middle", True]),
+        (PromptConfig, "system", ["\ud800", 1]),
+        (TaskConfig, "grace", [-0.1, math.inf]),
+    ],
+)
+def test_all_settings_have_one_way_to_be_refused(kind: type, name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(SettingError) as caught:
+            kind(**{name: value})
+        assert caught.value.name == name
+        assert str(caught.value) == f"{name} {caught.value.problem}"
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_null_leaves_a_setting_as_it_is() -> None:
