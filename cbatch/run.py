@@ -34,9 +34,8 @@ from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
 
 if TYPE_CHECKING:
-    from cbatch.engine.engine import Engine, Facts
     from cbatch.engine.places import Place
-    from cbatch.engine.replicas import Fleet
+    from cbatch.engine.protocol import AnyEngine, Facts
     from cbatch.model.loader import ModelFiles
     from cbatch.output.journal import Done, Journal
     from cbatch.output.shards import Shards
@@ -220,7 +219,7 @@ class Job:
                 deliver(completion)
         return feed.ended and not engine.has_unfinished
 
-    def _start_engine(self, files: ModelFiles, max_model_len: int) -> Engine | Fleet:
+    def _start_engine(self, files: ModelFiles, max_model_len: int) -> AnyEngine:
         """One in this process, or several in processes of their own."""
         if len(self.places) == 1:
             from cbatch.engine.start import start_engine
@@ -233,11 +232,11 @@ class Job:
     def _first_line(self, facts: Facts, builder: PromptBuilder) -> str:
         config, sampling = self.config, builder.sampling
         draw = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
-        where, each = str(facts.device), ""
-        if facts.engines > 1:
-            where, each = facts.device.type, f"{facts.engines} engines ({'; '.join(map(str, self.places))}), each "
+        where, each = facts.device, ""
+        if facts.num_replicas > 1:
+            where, each = facts.device_type, f"{facts.num_replicas} engines ({'; '.join(map(str, self.places))}), each "
         text = (
-            f"cbatch {__version__}: {config.engine.model} ({str(facts.dtype).removeprefix('torch.')} on {where}), "
+            f"cbatch {__version__}: {config.engine.model} ({facts.dtype} on {where}), "
             f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "
             f"{each}up to {facts.max_num_seqs} sequences, KV cache for {facts.capacity:,} tokens"
         )
@@ -274,7 +273,9 @@ class Job:
             from cbatch.model.ceilings import ceilings
 
             measured = ceilings(self.facts.device, self.facts.dtype)
-            devices = self.facts.engines if self.facts.device.type == "cuda" else 1  # CPUs are measured all together
+            devices = (
+                self.facts.num_replicas if self.facts.device_type == "cuda" else 1
+            )  # CPUs are measured all together
             limits = {name: devices * value for name, value in asdict(measured).items()} if measured else {}
         figures = report.summary(stats, finished, **limits)
         if self.left_to_others is not None:

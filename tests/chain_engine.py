@@ -7,7 +7,8 @@ from typing import Any
 
 import cbatch.model.ceilings
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import make_scheduler
 from tests.chain import ChainRunner
 from tests.jobs import replace_start_engine
 from tests.tiny import VOCAB_SIZE

@@ -12,7 +12,8 @@ import torch
 
 from cbatch.config import SamplingParams
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import make_scheduler
 from cbatch.errors import RowError
 from cbatch.model.attention import NAME, layer_shapes
 from cbatch.model.kv_cache import KVCache, LayerShape

@@ -32,7 +32,8 @@ import torch
 
 from cbatch.config import SamplingParams
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import make_scheduler
 from cbatch.engine.start import model_cost
 from cbatch.kernels import reference
 from cbatch.model import ops

@@ -77,6 +77,8 @@ NO_TORCH = [
     "engine/block_pool.py",
     "engine/scheduler.py",
     "engine/detokenizer.py",
+    "engine/backlog.py",
+    "engine/protocol.py",
     "engine/places.py",
     "engine/replicas.py",
     "model/fetch.py",

@@ -10,7 +10,7 @@ from cbatch.model import ceilings as module
 from cbatch.model.ceilings import Ceilings, ceilings
 from cbatch.model.fetch import cache_folder
 
-CPU = torch.device("cpu")
+CPU = "cpu"
 
 
 @pytest.fixture
@@ -23,45 +23,45 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ceilings_are_measured_once_for_each_precision(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = ceilings(CPU, torch.float32)
+    first = ceilings(CPU, "float32")
     assert first is not None
     assert first.bytes_per_second > 0
     assert first.block_bytes_per_second > 0
     assert first.flops > 0
-    other = ceilings(CPU, torch.bfloat16)
+    other = ceilings(CPU, "bfloat16")
     monkeypatch.setattr(module, "_measure", None)  # a call would fail
-    assert ceilings(CPU, torch.float32) == first
-    assert ceilings(CPU, torch.bfloat16) == other
+    assert ceilings(CPU, "float32") == first
+    assert ceilings(CPU, "bfloat16") == other
     assert len(json.loads((cache / "ceilings.json").read_text())) == 2
     assert [file.name for file in cache.iterdir()] == ["ceilings.json"]
 
 
 @pytest.mark.usefixtures("cache")
 def test_what_is_measured_anew_replaces_what_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    ceilings(CPU, torch.float32)
+    ceilings(CPU, "float32")
     monkeypatch.setattr(module, "_measure", lambda *_: Ceilings(1.0, 2.0, 3.0))
-    assert ceilings(CPU, torch.float32, anew=True) == Ceilings(1.0, 2.0, 3.0) == ceilings(CPU, torch.float32)
+    assert ceilings(CPU, "float32", anew=True) == Ceilings(1.0, 2.0, 3.0) == ceilings(CPU, "float32")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", "\x00"])
 def test_a_damaged_file_is_measured_again_and_replaced(content: str, cache: Path) -> None:
     cache.mkdir()
     (cache / "ceilings.json").write_text(content)
-    assert ceilings(CPU, torch.float32) is not None
+    assert ceilings(CPU, "float32") is not None
     assert len(json.loads((cache / "ceilings.json").read_text())) == 1
 
 
 def test_an_entry_of_another_version_is_measured_again(cache: Path) -> None:
-    ceilings(CPU, torch.float32)
+    ceilings(CPU, "float32")
     known = json.loads((cache / "ceilings.json").read_text())
     (cache / "ceilings.json").write_text(json.dumps({"other": {"a": 1}, **{key: {"b": 2} for key in known}}))
-    assert isinstance(ceilings(CPU, torch.float32), Ceilings)
+    assert isinstance(ceilings(CPU, "float32"), Ceilings)
     assert len(json.loads((cache / "ceilings.json").read_text())) == 2
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_else(cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    assert ceilings(CPU, torch.float32) is not None
+    assert ceilings(CPU, "float32") is not None
 
 
 def test_a_user_without_a_home_folder_has_ceilings_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_user_without_a_home_folder_has_ceilings_too(cache: Path, monkeypatch:
     monkeypatch.setattr(Path, "home", classmethod(nowhere))
     monkeypatch.delenv("CBATCH_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert ceilings(CPU, torch.float32) is not None
+    assert ceilings(CPU, "float32") is not None
     monkeypatch.setenv("CBATCH_CACHE", str(cache))
     assert cache_folder() == cache
 
@@ -84,7 +84,7 @@ def test_without_memory_to_measure_in_there_are_no_ceilings(
         raise error("no memory")
 
     monkeypatch.setattr(module, "_measure", full)
-    assert ceilings(CPU, torch.float32) is None
+    assert ceilings(CPU, "float32") is None
     assert not cache.exists()
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import make_scheduler
-from cbatch.engine.scheduler import Schedule, Scheduler, StaticScheduler
+from cbatch.engine.scheduler import Schedule, Scheduler, StaticScheduler, make_scheduler
 from cbatch.engine.sequence import Sequence
 from tests.drive import make_request
 

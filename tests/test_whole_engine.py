@@ -9,7 +9,8 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import make_scheduler
 from cbatch.rows.request import Completion, Request
 from tests.chain import ChainRunner, continuation
 from tests.drive import Given, finished, make_request, spell

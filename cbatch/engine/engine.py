@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.backlog import Backlog
 from cbatch.engine.detokenizer import Decode, StopFinder
-from cbatch.engine.scheduler import Schedule, Scheduler, StaticScheduler
+from cbatch.engine.protocol import Facts, Requests, Until
+from cbatch.engine.scheduler import Schedule, Scheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
 from cbatch.model.batch import pack
@@ -20,31 +19,9 @@ from cbatch.rows.request import Completion, Output, Request
 from cbatch.watch.stats import EngineStats
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-_WINDOW = 4  # times what one step could admit: how far ahead `--order auto` looks
 _PAUSE = 0.001  # seconds before asking again whether there is something to compute
-
-
-class Requests(Protocol):
-    """Where the engine takes its work from."""
-
-    ended: bool
-
-    def take(self, wait: bool) -> Request | None:
-        """The next request; None if there is none now. With `wait`, give one some time to come."""
-
-
-class Until(Protocol):
-    """How long the engine may run."""
-
-    @property
-    def is_near(self) -> bool:
-        """Whether no more sequences may start."""
-
-    @property
-    def is_past(self) -> bool:
-        """Whether not one more step may start."""
 
 
 class _Endless:
@@ -52,20 +29,6 @@ class _Endless:
 
 
 _ENDLESS = _Endless()
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is to be known about an engine, or about each of several, without having it here."""
-
-    device: torch.device
-    dtype: torch.dtype
-    max_num_seqs: int
-    capacity: int  # tokens that the KV cache holds
-    max_model_len: int
-    has_eos: bool  # the model names an end-of-sequence token
-    notes: tuple[str, ...]  # what it does without, and why; for the user
-    engines: int = 1
 
 
 class Engine:
@@ -87,7 +50,8 @@ class Engine:
         self.max_model_len = max_model_len
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or EngineStats()
-        self.depth, self.order = depth, order
+        self.depth = depth
+        self._backlog = Backlog(scheduler.max_num_seqs, min(self.capacity, max_model_len), order)
         self._launched: deque[tuple[Schedule, Launched]] = deque()
 
     def generate(self, requests: Requests, until: Until = _ENDLESS) -> Generator[Completion, None, None]:
@@ -118,8 +82,8 @@ class Engine:
     def facts(self) -> Facts:
         runner, scheduler = self.runner, self.scheduler
         return Facts(
-            runner.device,
-            runner.model.dtype,
+            str(runner.device),
+            str(runner.model.dtype).removeprefix("torch."),
             scheduler.max_num_seqs,
             self.capacity,
             self.max_model_len,
@@ -161,25 +125,13 @@ class Engine:
         return any(seq.params.has_penalties for seq in self.scheduler.running)
 
     def _take(self, requests: Requests) -> Iterator[Completion]:
-        """Keep at least as many requests waiting as one step could admit.
-
-        In the order `auto` the next ones that are there, up to a window, go to the queue together: first those that may
-        get longest, so that no long one is left alone at the end, and of these the ones with the same beginning side
-        by side, so that the prefix cache still has it.
-        """
-        waiting = self.scheduler.waiting
-        taken: list[Sequence] = []
-        is_idle = not waiting and not self.scheduler.running
-        for request in look_ahead(requests, len(waiting), self.scheduler.max_num_seqs, is_idle):
+        """Let requests wait for the scheduler; yield a failed completion for each that is too long to fit."""
+        for request in self._backlog.take(requests, len(self.scheduler.waiting), is_idle=not self.has_unfinished):
             try:
-                taken.append(self._sequence(request))
+                self.scheduler.add(self._sequence(request))
             except RowError as error:
                 error = RowError(error.kind, f"{request.row.where}: {error}")
                 yield Completion.failed(request.row, error, len(request.token_ids), request.chat)
-        if self.order == "auto":
-            taken.sort(key=lambda seq: longest_first(seq.request, seq.max_len))
-        for seq in taken:
-            self.scheduler.add(seq)
 
     def _sequence(self, request: Request) -> Sequence:
         num_prompt_tokens = len(request.token_ids)
@@ -251,34 +203,3 @@ class Engine:
         output = Output(text, tuple(token_ids), finish_reason, error)
         cached = seq.num_cached_tokens or 0
         return Completion(seq.request.row, (output,), seq.num_prompt_tokens, cached, seq.request.chat)
-
-
-def look_ahead(requests: Requests, num_waiting: int, most: int, is_idle: bool) -> list[Request]:
-    """The next requests that are there, up to a window, if fewer wait than the `most` that one step could admit.
-
-    With nothing else to do, the first one has a moment to come.
-    """
-    taken: list[Request] = []
-    if requests.ended or num_waiting >= most:
-        return taken
-    while num_waiting + len(taken) < _WINDOW * most:
-        request = requests.take(wait=is_idle and not taken)
-        if request is None:
-            break
-        taken.append(request)
-    return taken
-
-
-def longest_first(request: Request, max_len: int) -> tuple[int, list[int]]:
-    """The number of tokens to generate, rounded to half a power of two; then the prompt. `max_len`: of both together."""
-    return -round(2 * math.log2(max(1, max_len - len(request.token_ids)))), request.token_ids
-
-
-def make_scheduler(
-    kind: str, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int, expected_share: float = 1.0
-) -> Scheduler:
-    """The scheduler of `--scheduling`: continuous, static, or dynamic (a static batch collected for 50 ms)."""
-    if kind == "continuous":
-        return Scheduler(pool, max_num_batched_tokens, max_num_seqs, expected_share)
-    window = {"window": 0.05} if kind == "dynamic" else {}
-    return StaticScheduler(pool, max_num_batched_tokens, max_num_seqs, **window)

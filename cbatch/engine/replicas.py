@@ -21,13 +21,14 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from cbatch.deadline import SIGNALS
+from cbatch.engine.backlog import Backlog
 from cbatch.engine.places import Place, split
+from cbatch.engine.protocol import Facts, Requests, Until
 from cbatch.errors import Fatal, RowError
 from cbatch.rows.request import Completion, Request
 from cbatch.watch.stats import EngineStats, RunStats
 
 if TYPE_CHECKING:
-    from cbatch.engine.engine import Facts, Requests, Until
     from cbatch.model.loader import ModelFiles
 
 _SPAWN = get_context("spawn")  # a fork would inherit threads and CUDA
@@ -60,7 +61,6 @@ class Fleet:
         """Start them all, and wait until each has loaded the model. `note` is told when one dies."""
         self.stats, self.note = stats, note
         stats.engines = len(places)
-        self._order = places[0].config.order
         self._waiting: deque[Request] = deque()
         self._suspects: deque[list[Request]] = deque()  # groups, each of which may hold a row that ends its process
         self._past: list[EngineStats] = []  # of processes that are no more
@@ -73,7 +73,8 @@ class Fleet:
             self._kill()
             raise
         smallest = min((worker.facts for worker in self._workers if worker.facts), key=lambda facts: facts.capacity)
-        self.facts = replace(smallest, engines=len(places))
+        self.facts = replace(smallest, num_replicas=len(places))
+        self._backlog = Backlog(len(places) * smallest.max_num_seqs, smallest.longest_row, places[0].config.order)
 
     @property
     def has_unfinished(self) -> bool:
@@ -95,14 +96,7 @@ class Fleet:
 
     def _take(self, requests: Requests) -> None:
         """Keep at least as many requests waiting as all engines could run, in the order in which one would run them."""
-        from cbatch.engine.engine import longest_first, look_ahead
-
-        most = self.facts.engines * self.facts.max_num_seqs
-        taken = look_ahead(requests, len(self._waiting), most, is_idle=not self.has_unfinished)
-        if self._order == "auto":
-            longest = min(self.facts.capacity, self.facts.max_model_len)
-            taken.sort(key=lambda one: longest_first(one, min(len(one.token_ids) + one.params.max_tokens, longest)))
-        self._waiting.extend(taken)
+        self._waiting += self._backlog.take(requests, len(self._waiting), is_idle=not self.has_unfinished)
 
     def _hand_out(self) -> None:
         """Suspects go to who has nothing else, other rows to who has least."""

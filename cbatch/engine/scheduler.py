@@ -186,6 +186,16 @@ class StaticScheduler(Scheduler):
         return seq
 
 
+def make_scheduler(
+    kind: str, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int, expected_share: float = 1.0
+) -> Scheduler:
+    """The scheduler of `--scheduling`: continuous, static, or dynamic (a static batch collected for 50 ms)."""
+    if kind == "continuous":
+        return Scheduler(pool, max_num_batched_tokens, max_num_seqs, expected_share)
+    window = {"window": 0.05} if kind == "dynamic" else {}
+    return StaticScheduler(pool, max_num_batched_tokens, max_num_seqs, **window)
+
+
 def _chunk(seq: Sequence, budget: int) -> ScheduledChunk:
     num_tokens = min(seq.num_pending_tokens, budget)
     return ScheduledChunk(seq, num_tokens, reaches_end=num_tokens == seq.num_pending_tokens)

@@ -9,7 +9,8 @@ import torch
 
 from cbatch.config import EngineConfig
 from cbatch.engine.block_pool import BlockPool
-from cbatch.engine.engine import Engine, make_scheduler
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import make_scheduler
 from cbatch.errors import UsageError
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes

@@ -35,9 +35,13 @@ class Ceilings:
     flops: float  # matrix multiplication, in operations a second
 
 
-def ceilings(device: torch.device, dtype: torch.dtype, anew: bool = False) -> Ceilings | None:
-    """The ceilings of this device at `dtype`; measuring takes about two seconds. None if there is no memory for that."""
-    key = f"{device_name(device)}|{device.type}|{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
+def ceilings(device: str, dtype: str, anew: bool = False) -> Ceilings | None:
+    """The ceilings of a device at a precision, both by torch's names for them; None if there is no memory to measure in.
+
+    Measuring takes about two seconds.
+    """
+    kind = torch.device(device).type
+    key = f"{device_name(device)}|{kind}|torch.{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
     known = _read()
     try:
         if not anew:
@@ -45,14 +49,14 @@ def ceilings(device: torch.device, dtype: torch.dtype, anew: bool = False) -> Ce
     except (KeyError, TypeError):  # not measured yet, or not by this version
         pass
     try:
-        measured = _measure(device, dtype)
+        measured = _measure(torch.device(device), getattr(torch, dtype))
     except (RuntimeError, MemoryError):
         return None
     _write({**known, key: asdict(measured)})
     return measured
 
 
-def device_name(device: torch.device | str) -> str:
+def device_name(device: str) -> str:
     """What the manufacturer calls it."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name()
 
@@ -137,5 +141,5 @@ def _cpu_name() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[3]))
-    found = ceilings(torch.device(sys.argv[1]), getattr(torch, sys.argv[2]), anew=True)
+    found = ceilings(sys.argv[1], sys.argv[2], anew=True)
     print(json.dumps(asdict(found) if found else {}))
