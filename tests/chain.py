@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from cbatch.model.batch import Batch
+from cbatch.model.batch import Batch, SamplingBatch, StepOutput
 
 
 def state_after(state: int, token: int) -> int:
@@ -38,12 +38,12 @@ class ChainRunner:
     def __init__(self, num_slots: int, block_size: int, vocabulary: int) -> None:
         self.device = torch.device("cpu")
         self.model = SimpleNamespace(device=self.device, dtype=torch.float32)
-        self.sampled: tuple[object, ...] = ()
+        self.vocab_size = vocabulary
         self._last_tokens = torch.zeros(0, dtype=torch.int64)
         self._cache: list[int | None] = [None] * num_slots
-        self._block_size, self._vocabulary = block_size, vocabulary
+        self._block_size = block_size
 
-    def launch(self, batch: Batch) -> SimpleNamespace:
+    def launch(self, batch: Batch, sampling: SamplingBatch) -> SimpleNamespace:
         if batch.carried is not None:
             where, which = batch.carried
             batch.input_ids.index_copy_(0, where, self._last_tokens[which])
@@ -53,9 +53,10 @@ class ChainRunner:
             for index in range(start, stop):
                 states.append(state_after(self._state_before(positions[index], table), ids[index]))
                 self._cache[slots[index]] = states[-1]
-        tokens = [states[index] % self._vocabulary for index in batch.logits_indices.tolist()]
-        self._last_tokens, self.sampled = torch.tensor(tokens, dtype=torch.int64), batch.sampled
-        return SimpleNamespace(tokens=lambda: tokens)
+        tokens = torch.tensor([states[index] % self.vocab_size for index in batch.logits_indices.tolist()])
+        tokens = tokens.long() if sampling.logits_rows is None else tokens[sampling.logits_rows]
+        self._last_tokens = tokens
+        return SimpleNamespace(wait=lambda: StepOutput(tokens))
 
     def _state_before(self, position: int, table: Sequence[int]) -> int:
         if position == 0:

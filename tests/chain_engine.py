@@ -20,16 +20,14 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def replace_models(
-    num_blocks: int, max_num_seqs: int, runner: type[ChainRunner] = ChainRunner, order: str = "input"
-) -> None:
-    """Make every later job of this process generate with `runner`, and measure nothing."""
+def replace_models(num_blocks: int, max_num_seqs: int, engine: type[Engine] = Engine, order: str = "input") -> None:
+    """Make every later job of this process generate with the chain model, and measure nothing."""
 
     def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any, _num_engines: int = 1) -> Engine:
         scheduler = make_scheduler("continuous", BlockPool(num_blocks, BLOCK_SIZE), 256, max_num_seqs)
-        model: Any = runner(num_blocks * BLOCK_SIZE, BLOCK_SIZE, VOCAB_SIZE)
+        runner: Any = ChainRunner(num_blocks * BLOCK_SIZE, BLOCK_SIZE, VOCAB_SIZE)
         decode, eos = decoder(files.tokenizer), files.eos_token_ids
-        return Engine(model, scheduler, decode, eos, max_model_len, stats, order=order)
+        return engine(runner, scheduler, decode, eos, max_model_len, stats, order=order)
 
     replace_start_engine(start_engine)
     cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]

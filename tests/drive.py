@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from cbatch.config import SamplingParams
+from cbatch.engine import sequence as engine_sequence
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
-from cbatch.engine.scheduler import make_scheduler
+from cbatch.engine.pack import pack_sampling
+from cbatch.engine.scheduler import ScheduledChunk, make_scheduler
 from cbatch.errors import RowError
 from cbatch.model.attention import NAME, layer_shapes
+from cbatch.model.batch import SamplingBatch
 from cbatch.model.kv_cache import KVCache, LayerShape
 from cbatch.model.runner import Runner
 from cbatch.rows.request import Completion, Request, Row
@@ -38,8 +41,10 @@ class Given:
         return self._left.popleft() if self._left else None
 
 
-def make_request(number: int, token_ids: Sequence[int], stream: int = 0, **params: Any) -> Request:
-    return Request(Row("prompts", number, f"row {number}", {}, 1), list(token_ids), SamplingParams(**params), stream)
+def make_request(number: int, token_ids: Sequence[int], random_key: int = 0, **params: Any) -> Request:
+    return Request(
+        Row("prompts", number, f"row {number}", {}, 1), list(token_ids), SamplingParams(**params), random_key
+    )
 
 
 def spell(token_ids: Sequence[int]) -> str:
@@ -74,7 +79,13 @@ def make_engine(
     pool = BlockPool(num_blocks, block_size, prefix_caching)
     scheduler = make_scheduler(kind, pool, budget, max_num_seqs, expected_share=0)
     eos = frozenset(eos)
-    return Engine(Runner(model, cache, sorted(eos)), scheduler, decode, eos, max_model_len)
+    return Engine(Runner(model, cache), scheduler, decode, eos, max_model_len)
+
+
+def sampling_of(sequences: Sequence[engine_sequence.Sequence], eos: Sequence[int], vocab_size: int) -> SamplingBatch:
+    """What the engine makes of sequences that all get their next token."""
+    chunks = [ScheduledChunk(seq, 1, 1, True) for seq in sequences]
+    return pack_sampling(chunks, eos, vocab_size, torch.device("cpu"))
 
 
 @dataclass(frozen=True)

@@ -11,32 +11,31 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__mp_main__" and "CBATCH_TEST_BOOT" in os.environ:
     os._exit(9)
 
 from cbatch.cli import main
-from cbatch.model.batch import Batch
-from tests.chain import ChainRunner
+from cbatch.engine.engine import Engine
+from cbatch.engine.scheduler import Schedule
 from tests.chain_engine import replace_models
 
 DEADLY = {int(row) for row in os.environ.get("CBATCH_TEST_DEADLY", "").split(",") if row}
 STEP = float(os.environ.get("CBATCH_TEST_STEP", "0"))
 
 
-class Runner(ChainRunner):
-    def launch(self, batch: Batch) -> Any:
-        rows = [seq.request.row.index for seq in batch.sampled if not seq.num_completion_tokens]  # type: ignore[attr-defined]
+class WatchedEngine(Engine):
+    def _launch(self, schedule: Schedule) -> None:
+        rows = [seq.request.row.index for seq in schedule.sampled if not seq.num_completion_tokens]
         with Path(f"engine-{os.getpid()}").open("a") as file:
             file.writelines(f"{row}\n" for row in rows)
         if DEADLY.intersection(rows):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(STEP)
-        return super().launch(batch)
+        super()._launch(schedule)
 
 
-replace_models(num_blocks=128, max_num_seqs=16, runner=Runner, order="auto")
+replace_models(num_blocks=128, max_num_seqs=16, engine=WatchedEngine, order="auto")
 
 if __name__ == "__main__":
     main()

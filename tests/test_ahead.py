@@ -56,14 +56,14 @@ def rows_of(model: Any, seed: int, depth: int, kind: str) -> tuple[list[Finished
 def test_rows_are_the_same_one_step_ahead(model: Any, kind: str) -> None:
     preemptions = discarded = 0
     for seed in range(12):
-        behind, _ = rows_of(model, seed, 0, kind)
+        behind, engine_behind = rows_of(model, seed, 0, kind)
         ahead, engine = rows_of(model, seed, 1, kind)
         assert [replace(one, num_cached_tokens=0) for one in ahead] == [
             replace(one, num_cached_tokens=0) for one in behind
         ]
         preemptions += engine.stats.preemptions
-        discarded += engine.stats.prefill_tokens + engine.stats.decode_tokens > 0
-    assert discarded == 12
+        discarded += engine.stats.decode_tokens - engine_behind.stats.decode_tokens
+    assert discarded > 0
     assert preemptions > 0 or kind != "continuous"
 
 

@@ -170,7 +170,104 @@ def test_check_notices_damage(damage: str) -> None:
         pool.check([seq])
 
 
-@settings(deadline=None, max_examples=150)
+def test_a_fork_shares_full_blocks_and_gets_a_copy_of_the_last() -> None:
+    pool = BlockPool(8, 4)
+    seq = admitted(pool, list(range(11)))
+    compute(pool, seq)
+    child = sequence([*range(11), 90])
+    assert pool.fork(seq, child) == [(seq.block_table[2], child.block_table[2])]
+    assert child.block_table[:2] == seq.block_table[:2]
+    assert child.block_table[2] != seq.block_table[2]
+    assert (child.num_computed_tokens, pool.num_used_blocks) == (11, 4)
+    pool.check([seq, child])
+    for released, left in ((seq, [child]), (child, [])):
+        pool.release(released)
+        pool.check(left)
+    assert pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(("num_tokens", "shared", "computed"), [(1, 0, 0), (3, 0, 2), (4, 0, 3), (5, 1, 4), (8, 1, 7)])
+def test_a_fork_with_no_token_of_its_own_computes_the_last_one_again(
+    num_tokens: int, shared: int, computed: int
+) -> None:
+    pool = BlockPool(8, 4)
+    seq = admitted(pool, list(range(num_tokens)))
+    compute(pool, seq)
+    child = sequence(list(range(num_tokens)))
+    copies = pool.fork(seq, child)
+    assert copies is not None
+    assert len(copies) == (computed % 4 > 0)
+    assert child.num_computed_tokens == computed
+    assert child.block_table[:shared] == seq.block_table[:shared]
+    assert not set(child.block_table[shared:]) & set(seq.block_table)
+    pool.check([seq, child])
+
+
+def test_a_fork_for_which_there_is_no_block_changes_nothing() -> None:
+    pool = BlockPool(2, 4)
+    seq, child = admitted(pool, list(range(6))), sequence(list(range(7)))
+    compute(pool, seq)
+    assert pool.fork(seq, child) is None
+    assert (child.block_table, child.num_computed_tokens) == ([], 0)
+    pool.check([seq])
+    even = sequence([*range(4), 90])
+    seq.num_computed_tokens = 4
+    assert pool.fork(seq, even) == []  # nothing to copy, so no block is needed
+    pool.check([seq, even])
+
+
+class FakeCache:
+    """Sequences of random tokens over a pool, and a cache that holds for each slot the whole prefix that ends there."""
+
+    def __init__(self, pool: BlockPool, rng: random.Random) -> None:
+        self.pool, self.rng = pool, rng
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.running: list[Sequence] = []
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        size = self.pool.block_size
+        return seq.block_table[position // size] * size + position % size
+
+    def admit(self) -> None:
+        seq = sequence([self.rng.randrange(2) for _ in range(self.rng.randint(1, 3 * self.pool.block_size + 1))])
+        if self.pool.admit(seq, reserve=0):
+            self.running.append(seq)
+            assert seq.num_computed_tokens < len(seq.token_ids)
+
+    def compute(self, seq: Sequence) -> None:
+        """Let some tokens through the model, and give a sequence that has none left a new one."""
+        if not self.pool.grow(seq):
+            return
+        last = min(len(seq.token_ids), seq.num_computed_tokens + self.rng.randint(1, 4))
+        for position in range(seq.num_computed_tokens, last):
+            self.content[self.slot(seq, position)] = tuple(seq.token_ids[: position + 1])
+        seq.num_computed_tokens = last
+        self.pool.remember(seq)
+        if last == len(seq.token_ids):
+            seq.token_ids.append(self.rng.randrange(2))
+
+    def fork(self, seq: Sequence) -> None:
+        child = sequence(list(seq.token_ids))
+        if (copies := self.pool.fork(seq, child)) is None:
+            assert self.pool.num_free_blocks == 0
+            assert child.block_table == []
+            return
+        size = self.pool.block_size
+        for source, target in copies:
+            for offset in range(size):
+                self.content[target * size + offset] = self.content.get(source * size + offset, ())
+        assert child.num_computed_tokens == min(seq.num_computed_tokens, len(seq.token_ids) - 1)
+        child.token_ids[-1] = self.rng.randrange(2)  # the two may differ from here on
+        self.running.append(child)
+
+    def check(self) -> None:
+        for seq in self.running:
+            for position in range(seq.num_computed_tokens):
+                assert self.content[self.slot(seq, position)] == tuple(seq.token_ids[: position + 1])
+        self.pool.check(self.running)
+
+
+@settings(deadline=None, max_examples=300)
 @given(
     num_blocks=st.integers(1, 12),
     block_size=st.integers(1, 5),
@@ -180,35 +277,16 @@ def test_check_notices_damage(damage: str) -> None:
 def test_what_the_cache_finds_is_what_was_written_there(
     num_blocks: int, block_size: int, caching: bool, seed: int
 ) -> None:
-    """A fake cache of (token, whole prefix) is filled as a model would; every found block must hold the right ones."""
-    rng, pool = random.Random(seed), BlockPool(num_blocks, block_size, caching)
-    content: dict[int, tuple[int, ...]] = {}  # slot -> the tokens up to and including its own
-    running: list[Sequence] = []
-
-    def slot(seq: Sequence, position: int) -> int:
-        return seq.block_table[position // block_size] * block_size + position % block_size
-
+    rng = random.Random(seed)
+    cache = FakeCache(BlockPool(num_blocks, block_size, caching), rng)
     for _ in range(60):
         action = rng.random()
-        if action < 0.35:
-            seq = sequence([rng.randrange(2) for _ in range(rng.randint(1, 3 * block_size + 1))])
-            if pool.admit(seq, reserve=0):
-                running.append(seq)
-                assert seq.num_computed_tokens < len(seq.token_ids)
-        elif running and action < 0.8:
-            seq = rng.choice(running)
-            if not pool.grow(seq):
-                continue
-            last = min(len(seq.token_ids), seq.num_computed_tokens + rng.randint(1, 4))
-            for position in range(seq.num_computed_tokens, last):
-                content[slot(seq, position)] = tuple(seq.token_ids[: position + 1])
-            seq.num_computed_tokens = last
-            pool.remember(seq)
-            if last == len(seq.token_ids):
-                seq.token_ids.append(rng.randrange(2))
-        elif running:
-            pool.release(running.pop(rng.randrange(len(running))))
-        for seq in running:
-            for position in range(seq.num_computed_tokens):
-                assert content[slot(seq, position)] == tuple(seq.token_ids[: position + 1])
-        pool.check(running)
+        if action < 0.3 or not cache.running:
+            cache.admit()
+        elif action < 0.45:
+            cache.fork(rng.choice(cache.running))
+        elif action < 0.8:
+            cache.compute(rng.choice(cache.running))
+        else:
+            cache.pool.release(cache.running.pop(rng.randrange(len(cache.running))))
+        cache.check()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,32 @@ from hypothesis import strategies as st
 from cbatch.config import SamplingParams
 from cbatch.engine.sequence import Sequence
 from cbatch.model import ops
-from cbatch.model.sampler import INVALID_LOGITS, _draw, filtered_probs, sample, uniform
-from tests.drive import make_engine, make_request, run
+from cbatch.model.sampler import INVALID_LOGITS, _quantile, filtered_probs, sample, uniform
+from tests.drive import make_engine, make_request, run, sampling_of
 from tests.tiny import VOCAB_SIZE, make_config, make_model
 
 EXAMPLE = torch.tensor([0.5, 0.3, 0.1, 0.1]).log()
 
 
-def sequence(prompt: list[int], completion: list[int] | None = None, stream: int = 0, **params: Any) -> Sequence:
-    seq = Sequence(make_request(0, prompt, stream, **params), max_len=10_000)
+def sequence(prompt: list[int], completion: list[int] | None = None, random_key: int = 0, **params: Any) -> Sequence:
+    seq = Sequence(make_request(0, prompt, random_key, **params), max_len=10_000)
     seq.token_ids += completion or []
     return seq
 
 
+def draw(logits: torch.Tensor, sequences: SequenceOf[Sequence], eos: SequenceOf[int] = ()) -> torch.Tensor:
+    """The next token of each sequence."""
+    return sample(logits, sampling_of(sequences, eos, logits.shape[-1])).token_ids
+
+
+def probs_of(logits: torch.Tensor, *params: dict[str, Any]) -> torch.Tensor:
+    """The probabilities of rows with these settings; temperature 1 unless they say otherwise."""
+    rows = [sequence([0], **{"temperature": 1.0, **settings}) for settings in params]
+    return filtered_probs(logits, sampling_of(rows, (), logits.shape[-1]))
+
+
 def kept(logits: torch.Tensor = EXAMPLE, **params: Any) -> list[int]:
-    settings = SamplingParams(**{"temperature": 1.0, **params})
-    return filtered_probs(logits[None].float(), [settings])[0].nonzero().flatten().tolist()
+    return probs_of(logits[None].float(), params)[0].nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +115,8 @@ def test_filters_in_a_mixed_batch_against_plain_python(
     seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.randn(3, 25, generator=torch.Generator().manual_seed(seed)) * 3
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    others = [SamplingParams(temperature=1.0), SamplingParams(temperature=0.7, top_k=2)]
-    got = filtered_probs(logits, [others[0], params, others[1]])[1].double().numpy()
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    got = probs_of(logits, {}, params, {"temperature": 0.7, "top_k": 2})[1].double().numpy()
     scaled = logits[1].double().numpy() / temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -123,7 +133,7 @@ def test_filters_in_a_mixed_batch_against_plain_python(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_temperature_zero_is_the_lowest_id_of_the_maxima(extra: dict[str, Any], dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 7.0, 3.0, 7.0]], dtype=dtype)
-    assert sample(logits, [sequence([0], temperature=0, **extra)], ()).tolist() == [1]
+    assert draw(logits, [sequence([0], temperature=0, **extra)], ()).tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-12, 1e-6, 1e-4])
@@ -131,13 +141,13 @@ def test_temperature_zero_is_the_lowest_id_of_the_maxima(extra: dict[str, Any], 
 def test_a_tiny_temperature_takes_the_likeliest(temperature: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([[60_000.0, -60_000.0, 60_032.0, 0.0]], dtype=dtype)
     for extra in ({}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}):
-        assert sample(logits, [sequence([0], temperature=temperature, **extra)], ()).tolist() == [2]
+        assert draw(logits, [sequence([0], temperature=temperature, **extra)], ()).tolist() == [2]
 
 
 @pytest.mark.parametrize("temperature", [1e10, 1e300])
 def test_a_huge_temperature_draws_from_all(temperature: float) -> None:
     logits = torch.tensor([[9.0, -9.0, 0.0, 1.0]]).repeat(200, 1)
-    tokens = sample(logits, [sequence([0], stream=n, temperature=temperature) for n in range(200)], ())
+    tokens = draw(logits, [sequence([0], random_key=n, temperature=temperature) for n in range(200)], ())
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
@@ -161,17 +171,17 @@ def test_logits_that_are_not_numbers_are_reported_for_their_row_only(bad: float,
     logits = torch.zeros(3, 5)
     logits[1, 3] = bad
     logits[:, 2] = 9.0 if bad != bad else 50.0
-    tokens = sample(logits, [sequence([0], temperature=temperature) for _ in range(3)], ()).tolist()
+    tokens = draw(logits, [sequence([0], temperature=temperature) for _ in range(3)], ()).tolist()
     assert tokens[1] == INVALID_LOGITS
     assert tokens[0] == tokens[2] == 2
     everything = torch.full((1, 5), -torch.inf)
-    assert sample(everything, [sequence([0], temperature=temperature)], ()).tolist() == [INVALID_LOGITS]
+    assert draw(everything, [sequence([0], temperature=temperature)], ()).tolist() == [INVALID_LOGITS]
 
 
 def test_tokens_of_no_probability_are_never_drawn() -> None:
     logits = torch.full((500, 9), -torch.inf)
     logits[:, [3, 5]] = 0.0
-    tokens = sample(logits, [sequence([0], stream=n, temperature=1.3) for n in range(500)], ())
+    tokens = draw(logits, [sequence([0], random_key=n, temperature=1.3) for n in range(500)], ())
     assert set(tokens.tolist()) == {3, 5}
 
 
@@ -210,7 +220,7 @@ def test_penalties_against_their_definitions(
         )
         rows.append(seq)
         wanted.append(penalized(logits[row].numpy(), seq))
-    tokens = sample(logits.clone(), rows, ()).tolist()
+    tokens = draw(logits.clone(), rows, ()).tolist()
     for token, want in zip(tokens, wanted, strict=True):
         assert want[token] >= want.max() - 1e-5
 
@@ -219,7 +229,7 @@ def test_no_end_is_sampled_before_min_tokens() -> None:
     logits = torch.tensor([[1.0, 9.0, 8.0, 2.0]])
 
     def first(completion: list[int], **params: Any) -> int:
-        return int(sample(logits.clone(), [sequence([0], completion, **params)], (1,))[0])
+        return int(draw(logits.clone(), [sequence([0], completion, **params)], (1,))[0])
 
     assert first([], min_tokens=0) == 1
     assert first([], min_tokens=2) == 2
@@ -250,8 +260,8 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     logits = torch.randn(8, generator=torch.Generator().manual_seed(4)).repeat(6000, 1)
     params = {"temperature": 1.0, **params}
-    tokens = sample(logits.clone(), [sequence([0], stream=n, **params) for n in range(6000)], ())
-    probs = filtered_probs(logits[:1], [SamplingParams(**params)])[0].double().numpy()
+    tokens = draw(logits.clone(), [sequence([0], random_key=n, **params) for n in range(6000)], ())
+    probs = probs_of(logits[:1], params)[0].double().numpy()
     expected = 6000 * probs / probs.sum()
     counts = np.bincount(tokens.numpy(), minlength=8)
     assert not counts[expected == 0].any()
@@ -271,10 +281,10 @@ MIXED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_draws_the_same_whatever_else_is_in_its_batch(dtype: torch.dtype) -> None:
     logits = torch.randn(12, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    rows = [sequence([0], [1] * n, stream=n, **params) for n, params in enumerate(MIXED * 2)]
-    together = sample(logits.clone(), rows, (2,)).tolist()
-    alone = [int(sample(logits[n : n + 1].clone(), [rows[n]], (2,))[0]) for n in range(12)]
-    backwards = sample(logits.flip(0), rows[::-1], (2,)).tolist()[::-1]
+    rows = [sequence([0], [1] * n, random_key=n, **params) for n, params in enumerate(MIXED * 2)]
+    together = draw(logits.clone(), rows, (2,)).tolist()
+    alone = [int(draw(logits[n : n + 1].clone(), [rows[n]], (2,))[0]) for n in range(12)]
+    backwards = draw(logits.flip(0), rows[::-1], (2,)).tolist()[::-1]
     assert together == alone == backwards
 
 
@@ -282,42 +292,42 @@ def test_a_row_draws_the_same_whatever_else_is_in_its_batch(dtype: torch.dtype) 
 def test_torch_draws_what_the_c_kernels_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = (torch.randn(120, 700, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
     logits[7] = torch.nan
-    rows = [sequence([5, 6], [1] * (n % 12), stream=n, **params) for n, params in enumerate(MIXED * 20)]
-    tokens = sample(logits.clone(), rows, (2,)).tolist()
+    rows = [sequence([5, 6], [1] * (n % 12), random_key=n, **params) for n, params in enumerate(MIXED * 20)]
+    tokens = draw(logits.clone(), rows, (2,)).tolist()
     monkeypatch.setattr(ops, "c_kernels", lambda _: None)
-    assert sample(logits.clone(), rows, (2,)).tolist() == tokens
+    assert draw(logits.clone(), rows, (2,)).tolist() == tokens
     assert len(set(tokens)) > 60
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_penalties_are_not_rounded_to_the_dtype_of_the_logits(dtype: torch.dtype) -> None:
     logits = torch.tensor([[8.0, 8.0, 7.96875, 0.0]], dtype=dtype)  # no number of bfloat16 lies between
-    assert sample(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.01)], ()).tolist() == [0]
-    assert sample(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.04)], ()).tolist() == [2]
+    assert draw(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.01)], ()).tolist() == [0]
+    assert draw(logits, [sequence([3], [0, 1], temperature=0, presence_penalty=0.04)], ()).tolist() == [2]
 
 
 @pytest.mark.parametrize("kind", ["continuous", "static"])
 def test_sampled_rows_do_not_depend_on_order_company_or_memory(kind: str) -> None:
     model = make_model(make_config(), "cbatch")
-    requests = [make_request(n, [5, 6, 7, 8], stream=n * 1009, temperature=1.0, max_tokens=12) for n in range(24)]
+    requests = [make_request(n, [5, 6, 7, 8], random_key=n * 1009, temperature=1.0, max_tokens=12) for n in range(24)]
     runs = []
-    for chosen, blocks in ((requests, 200), (requests[::-1], 200), (requests[::2], 200), (requests, 10)):
+    for given_requests, blocks in ((requests, 200), (requests[::-1], 200), (requests[::2], 200), (requests, 10)):
         engine = make_engine(model, num_blocks=blocks, kind=kind)
-        runs.append({c.row.index: c.token_ids for c in run(engine, chosen)})
+        runs.append({c.row.index: c.token_ids for c in run(engine, given_requests)})
     assert len(set(runs[0].values())) == 24
-    for one in runs[1:]:
-        assert one.items() <= runs[0].items()
+    for outcome in runs[1:]:
+        assert outcome.items() <= runs[0].items()
     assert all(0 <= token < VOCAB_SIZE for ids in runs[0].values() for token in ids)
 
 
 def test_each_position_of_a_row_draws_anew() -> None:
     logits = torch.zeros(200, 20)
-    rows = [sequence([0], [1] * n, stream=5, temperature=1.0) for n in range(200)]
-    counts = np.bincount(sample(logits, rows, ()).numpy(), minlength=20)
+    rows = [sequence([0], [1] * n, random_key=5, temperature=1.0) for n in range(200)]
+    counts = np.bincount(draw(logits, rows, ()).numpy(), minlength=20)
     assert chi_square(counts, np.full(20, 10.0)) < 43.8  # 99.9 % of 19 degrees of freedom
 
 
 def test_the_ends_of_the_unit_interval_fall_on_tokens_that_are_possible() -> None:
     probs = torch.tensor([[0.0, 0.0, 0.7, 0.3, 0.0]]).repeat(3, 1)
     uniforms = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert _draw(probs, uniforms).tolist() == [2, 2, 3]
+    assert _quantile(probs, uniforms).tolist() == [2, 2, 3]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbatch.engine.block_pool import BlockPool
+from cbatch.engine.engine import step_record
 from cbatch.engine.scheduler import Scheduler, StaticScheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
@@ -51,7 +52,7 @@ def test_a_step_costs_what_its_shapes_say() -> None:
     sequences = [Sequence(make_request(n, [n + 1] * size), 50) for n, size in enumerate((3, 12))]
     for seq in sequences:
         scheduler.add(seq)
-    stats.scheduled(first := scheduler.schedule(), scheduler)
+    stats.count_step(step_record(first := scheduler.schedule(), scheduler))
     assert [chunk.num_tokens for chunk in first.chunks] == [3, 7]
     assert stats.bytes == 1000 + (3 + 7) * 7
     assert stats.flops == 10 * 10 + 1 * 100 + (6 + 28) * 3
@@ -59,7 +60,7 @@ def test_a_step_costs_what_its_shapes_say() -> None:
     for chunk in first.chunks:
         chunk.seq.num_computed_tokens += chunk.num_tokens
     sequences[0].token_ids.append(9)
-    stats.scheduled(second := scheduler.schedule(), scheduler)
+    stats.count_step(step_record(second := scheduler.schedule(), scheduler))
     assert [chunk.num_tokens for chunk in second.chunks] == [1, 5]
     assert stats.bytes == 2 * 1000 + (10 + 4 + 12) * 7
     assert stats.flops == 16 * 10 + 3 * 100 + (34 + 4 + 5 * 7 + 15) * 3
@@ -72,13 +73,13 @@ def test_padding_is_no_occupancy() -> None:
     stats = RunStats()
     for number in range(2):
         scheduler.add(Sequence(make_request(number, [1, 2]), 9))
-    stats.scheduled(scheduler.schedule(), scheduler)
+    stats.count_step(step_record(scheduler.schedule(), scheduler))
     assert (stats.steps, stats.occupancy) == (1, 2)
     for seq in scheduler.running:
         seq.num_computed_tokens += 2
         seq.token_ids.append(7)
     scheduler.finish(scheduler.running[0])
-    stats.scheduled(padded := scheduler.schedule(), scheduler)
+    stats.count_step(step_record(padded := scheduler.schedule(), scheduler))
     assert len(padded.chunks) == 2
     assert (stats.steps, stats.occupancy) == (2, 3)
 
@@ -89,10 +90,10 @@ def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
         Scheduler(BlockPool(20, 4), max_num_batched_tokens=10, max_num_seqs=4, expected_share=0),
     )
     assert stats.generation_seconds == 0
-    stats.scheduled(scheduler.schedule(), scheduler)
+    stats.count_step(step_record(scheduler.schedule(), scheduler))
     assert stats.first_step_at is None  # nothing to compute yet
     scheduler.add(Sequence(make_request(0, [1, 2]), 9))
-    stats.scheduled(scheduler.schedule(), scheduler)
+    stats.count_step(step_record(scheduler.schedule(), scheduler))
     stats.finished(completion(0, Output("a", (), "stop")))
     stats.finished(completion(1, Output("b", (), "stop")))
     assert stats.started_at < stats.first_step_at < stats.first_completion_at < stats.last_completion_at
@@ -100,13 +101,14 @@ def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
 
 
 def test_the_first_token_and_the_following_ones_are_timed_apart() -> None:
-    stats, seq = RunStats(), Sequence(make_request(0, [1, 2]), 9, added_at=10.0, num_cached_tokens=1)
-    for now in (12.0, 12.5, 12.6):
-        stats.sampled(seq, now)
+    stats = RunStats()
+    stats.count_first_token(2.0, num_cached_tokens=1)
+    for seconds in (0.5, 0.1):
+        stats.count_next_token(seconds)
     assert stats.ttft.percentile(1.0) == pytest.approx(2.0, rel=0.026)
     assert stats.inter_token.percentile(1.0) == pytest.approx(0.5, rel=0.026)
     assert stats.inter_token.percentile(0.5) == pytest.approx(0.1, rel=0.026)
-    assert stats.cached_tokens == 1
+    assert (stats.cached_tokens, stats.generated_tokens) == (1, 3)
 
 
 def test_finished_rows_are_counted_by_how_they_ended() -> None:

@@ -20,7 +20,7 @@ from cbatch.model.attention import layer_shapes
 from cbatch.model.batch import single
 from cbatch.model.kv_cache import KVCache
 from cbatch.model.runner import Runner
-from tests.drive import make_request
+from tests.drive import make_request, sampling_of
 from tests.tiny import make_config, make_model
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -319,9 +319,12 @@ def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypa
     logits[:, [2, 4]] = 9.0  # an end token and a stop token that all rows would draw
     host = logits.clone()
     host[[3, 3, 4], [4, 2, 2]] = -torch.inf
-    for scores, seq in zip(host, sequences, strict=True):
-        sampler._penalize(scores, seq)
-    torch.testing.assert_close(sampler._adjusted(logits.clone(), sequences, [2]), host)
-    expected = sampler.sample(logits.clone(), sequences, [2])
+    sampling = sampling_of(sequences, [2], logits.shape[-1])
+    assert sampling.penalties is not None
+    penalized = host[sampling.penalties.rows]
+    sampler._penalize(penalized, sampling.penalties)
+    host[sampling.penalties.rows] = penalized
+    torch.testing.assert_close(sampler._adjusted_on_gpu(logits.clone(), sampling), host)
+    expected = sampler.sample(logits.clone(), sampling).token_ids
     monkeypatch.setattr(ops, "interpreted", True)
-    assert torch.equal(sampler.sample(logits.clone(), sequences, [2]), expected)
+    assert torch.equal(sampler.sample(logits.clone(), sampling).token_ids, expected)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
 from cbatch.engine.scheduler import make_scheduler
+from cbatch.engine.sequence import Sequence
 from cbatch.rows.request import Completion, Request
 from tests.chain import ChainRunner, continuation
 from tests.drive import Given, finished, make_request, spell
@@ -50,8 +51,6 @@ def requests(draw: st.DrawFn) -> list[Request]:
 def expected(request: Request, capacity: int) -> tuple[str | None, str]:
     """Text and reason of the end, or None and the kind of error, for a row alone in the world."""
     params, num_prompt = request.params, len(request.token_ids)
-    if num_prompt >= CONTEXT:
-        return None, "prompt_too_long"
     if num_prompt >= capacity:
         return None, "kv_cache_too_small"
     longest = min(num_prompt + params.max_tokens, CONTEXT) - num_prompt
@@ -71,8 +70,18 @@ def expected(request: Request, capacity: int) -> tuple[str | None, str]:
     return (spell(said), "length") if room == longest else (None, "kv_cache_too_small")
 
 
+class ScoringEngine(Engine):
+    """Asks for the logits of some rows' tokens from any place on, not only of the last."""
+
+    def _sequence(self, request: Request) -> Sequence:
+        seq = super()._sequence(request)
+        seq.first_output = [None, 0, 3, len(request.token_ids)][request.row.index % 4]
+        return seq
+
+
 @settings(deadline=None, max_examples=300)
 @given(
+    make=st.sampled_from([Engine, ScoringEngine]),
     requests=requests(),
     kind=st.sampled_from(["continuous", "continuous", "static", "dynamic"]),
     num_blocks=st.integers(1, 20),
@@ -84,6 +93,7 @@ def expected(request: Request, capacity: int) -> tuple[str | None, str]:
     seed=st.integers(0, 2**32),
 )
 def test_every_row_gets_what_it_would_get_alone(
+    make: type[Engine],
     requests: list[Request],
     kind: str,
     num_blocks: int,
@@ -96,7 +106,7 @@ def test_every_row_gets_what_it_would_get_alone(
 ) -> None:
     scheduler = make_scheduler(kind, BlockPool(num_blocks, block_size, caching), budget, max_num_seqs)
     runner: Any = ChainRunner(num_blocks * block_size, block_size, VOCABULARY)
-    engine = Engine(runner, scheduler, spell, frozenset({EOS}), CONTEXT, depth=depth)
+    engine = make(runner, scheduler, spell, frozenset({EOS}), CONTEXT, depth=depth)
     completions: list[Completion] = []
     for completion in engine.generate(Trickle(requests, random.Random(seed))):
         completions.append(completion)

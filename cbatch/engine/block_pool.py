@@ -71,6 +71,27 @@ class BlockPool:
         seq.block_table.extend(self._take() for _ in range(missing))
         return True
 
+    def fork(self, seq: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
+        """Give `child`, which has the same tokens so far, all that is computed of `seq`, but for its own last token.
+
+        Full blocks are shared. The last one, if it is only partly full, is not: the result names it and the block of
+        `child` that it is to be copied into. None if there is no block for that; then nothing has changed.
+        """
+        num_tokens = min(seq.num_computed_tokens, len(child.token_ids) - 1)
+        num_full, rest = divmod(num_tokens, self.block_size)
+        if rest and not self.num_free_blocks:
+            return None
+        for block in seq.block_table[:num_full]:
+            self._num_refs[block] += 1
+        child.block_table = seq.block_table[:num_full]
+        child.num_computed_tokens = num_tokens
+        child.num_cached_tokens = child.num_hashed_blocks = 0
+        child.prefix_uid = _ROOT
+        if not rest:
+            return []
+        child.block_table.append(self._take())
+        return [(seq.block_table[num_full], child.block_table[-1])]
+
     def remember(self, seq: Sequence) -> None:
         """File the blocks of `seq` that are full and computed, so that other sequences find them."""
         if not self.enable_prefix_caching:
@@ -78,11 +99,11 @@ class BlockPool:
         size = self.block_size
         for index in range(seq.num_hashed_blocks, min(seq.num_computed_tokens, seq.num_known_tokens) // size):
             key = (seq.prefix_uid, tuple(seq.token_ids[index * size : (index + 1) * size]))
-            block = seq.block_table[index]
-            if key not in self._block_of:
+            block = self._block_of.get(key, seq.block_table[index])
+            if block not in self._key_of:  # else a fork filed it, perhaps when the block before it had another uid
                 self._last_uid += 1
                 self._block_of[key], self._key_of[block], self._uid_of[block] = block, key, self._last_uid
-            seq.prefix_uid = self._uid_of[self._block_of[key]]
+            seq.prefix_uid = self._uid_of[block]
             seq.num_hashed_blocks = index + 1
 
     def release(self, seq: Sequence) -> None:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
 
 from cbatch.engine.backlog import Backlog
 from cbatch.engine.detokenizer import Decode, StopFinder
+from cbatch.engine.pack import pack, pack_sampling
 from cbatch.engine.protocol import Facts, Requests, Until
 from cbatch.engine.scheduler import Schedule, Scheduler
 from cbatch.engine.sequence import Sequence
 from cbatch.errors import RowError
-from cbatch.model.batch import pack
-from cbatch.model.runner import INVALID_LOGITS, Launched, Runner
+from cbatch.model.runner import LaunchedStep, Runner
+from cbatch.model.sampler import INVALID_LOGITS
 from cbatch.rows.request import Completion, Output, Request
-from cbatch.watch.stats import EngineStats
-
-if TYPE_CHECKING:
-    pass
+from cbatch.watch.stats import EngineStats, StepRecord
 
 _PAUSE = 0.001  # seconds before asking again whether there is something to compute
 
@@ -47,12 +44,13 @@ class Engine:
     ) -> None:
         """`depth`: launched steps whose tokens the host has not waited for yet, 0 or 1. `order`: input or auto."""
         self.runner, self.scheduler, self.decode, self.eos_token_ids = runner, scheduler, decode, eos_token_ids
+        self._eos_in_order = sorted(eos_token_ids)
         self.max_model_len = max_model_len
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or EngineStats()
         self.depth = depth
         self._backlog = Backlog(scheduler.max_num_seqs, min(self.capacity, max_model_len), order)
-        self._launched: deque[tuple[Schedule, Launched]] = deque()
+        self._launched: deque[tuple[Schedule, LaunchedStep]] = deque()
 
     def generate(self, requests: Requests, until: Until = _ENDLESS) -> Generator[Completion, None, None]:
         """Yield a completion for each request, or for those that are finished in time."""
@@ -100,7 +98,7 @@ class Engine:
         """
         started_at = time.perf_counter()
         schedule = self.scheduler.schedule(more_to_come)
-        self.stats.scheduled(schedule, self.scheduler)
+        self.stats.count_step(step_record(schedule, self.scheduler))
         if schedule.chunks:
             self._launch(schedule)
         elif not self._launched:  # a locked batch that waits for more rows
@@ -114,8 +112,11 @@ class Engine:
         return completions
 
     def _launch(self, schedule: Schedule) -> None:
-        batch = pack(schedule.chunks, self.scheduler.pool.block_size, self.runner.device, self.runner.sampled)
-        launched = self.runner.launch(batch)
+        """Start a step. What the step before draws is not known yet if its output has not been collected."""
+        chunks, device = schedule.chunks, self.runner.device
+        before = self._launched[-1][0].sampled if self._launched else ()
+        batch = pack(chunks, self.scheduler.pool.block_size, device, before)
+        launched = self.runner.launch(batch, pack_sampling(chunks, self._eos_in_order, self.runner.vocab_size, device))
         for chunk in schedule.chunks:
             chunk.seq.launch(chunk.num_tokens, chunk.reaches_end)
         self._launched.append((schedule, launched))
@@ -135,11 +136,7 @@ class Engine:
 
     def _sequence(self, request: Request) -> Sequence:
         num_prompt_tokens = len(request.token_ids)
-        if num_prompt_tokens >= self.max_model_len:
-            raise RowError(
-                "prompt_too_long",
-                f"the prompt has {num_prompt_tokens} tokens; with one to generate, {self.max_model_len} fit",
-            )
+        assert num_prompt_tokens < self.max_model_len, "prompts are made to leave room for a token"
         if num_prompt_tokens >= self.capacity:
             raise RowError("kv_cache_too_small", f"the prompt has {num_prompt_tokens} tokens; {self._room()}")
         max_len = min(self._longest(request), self.capacity)
@@ -150,17 +147,24 @@ class Engine:
     def _collect(self) -> list[Completion]:
         """Wait for the tokens of the oldest launched step, give back the blocks of what has ended, and return it."""
         schedule, launched = self._launched.popleft()
-        tokens, now = launched.tokens(), time.perf_counter()
+        token_ids, now = launched.wait().token_ids.tolist(), time.perf_counter()
         completions = []
-        for seq, token in zip(schedule.sampled, tokens, strict=True):
+        for seq, token in zip(schedule.sampled, token_ids, strict=True):
             if not seq.num_unknown_tokens:  # it ended in the step before, when this one was already launched
                 continue
             if completion := self._learn(seq, token):
                 completions.append(completion)
-            self.stats.sampled(seq, now)
+            self._time_token(seq, now)
         for chunk in schedule.chunks:
             self.scheduler.pool.remember(chunk.seq)
         return completions
+
+    def _time_token(self, seq: Sequence, now: float) -> None:
+        if seq.last_token_at is None:
+            self.stats.count_first_token(now - seq.added_at, seq.num_cached_tokens or 0)
+        else:
+            self.stats.count_next_token(now - seq.last_token_at)
+        seq.last_token_at = now
 
     def _learn(self, seq: Sequence, token: int) -> Completion | None:
         """Take in one token of a sequence; its completion if that ends it."""
@@ -203,3 +207,29 @@ class Engine:
         output = Output(text, tuple(token_ids), finish_reason, error)
         cached = seq.num_cached_tokens or 0
         return Completion(seq.request.row, (output,), seq.num_prompt_tokens, cached, seq.request.chat)
+
+
+def step_record(schedule: Schedule, scheduler: Scheduler) -> StepRecord:
+    """A schedule in numbers, before its step is launched."""
+    num_active = num_tokens = num_decode_tokens = num_outputs = num_read_tokens = num_attended = 0
+    for chunk in schedule.chunks:
+        n, first = chunk.num_tokens, chunk.seq.num_computed_tokens
+        num_active += chunk.reaches_end or n < chunk.seq.num_pending_tokens  # a chunk that reaches nothing is padding
+        num_tokens += n
+        num_decode_tokens += n == 1
+        num_outputs += chunk.num_outputs
+        num_read_tokens += first + n
+        num_attended += n * first + n * (n + 1) // 2
+    return StepRecord(
+        len(scheduler.running),
+        len(scheduler.waiting),
+        scheduler.max_num_seqs,
+        scheduler.pool.num_used_blocks / scheduler.pool.num_blocks,
+        len(schedule.preempted),
+        num_active,
+        num_tokens,
+        num_decode_tokens,
+        num_outputs,
+        num_read_tokens,
+        num_attended,
+    )

@@ -15,9 +15,12 @@ _PRIOR_TOKENS = 1000.0  # the weight of the first guess at how much sequences ge
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
+    """The next `num_tokens` of a sequence, and the last `num_outputs` of them whose logits are wanted."""
+
     seq: Sequence
     num_tokens: int
-    reaches_end: bool  # only then do its logits yield a next token
+    num_outputs: int
+    reaches_end: bool  # the last of the outputs yields the sequence's next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +166,7 @@ class StaticScheduler(Scheduler):
         padding = self._padding[: self.max_num_batched_tokens - schedule.num_tokens]
         for seq in padding:
             seq.num_computed_tokens = len(seq.token_ids) - 1
-        return replace(schedule, chunks=schedule.chunks + tuple(ScheduledChunk(seq, 1, False) for seq in padding))
+        return replace(schedule, chunks=schedule.chunks + tuple(ScheduledChunk(seq, 1, 0, False) for seq in padding))
 
     def finish(self, seq: Sequence) -> None:
         seq.num_computed_tokens = len(seq.token_ids)  # it owes nothing more
@@ -198,4 +201,5 @@ def make_scheduler(
 
 def _chunk(seq: Sequence, budget: int) -> ScheduledChunk:
     num_tokens = min(seq.num_pending_tokens, budget)
-    return ScheduledChunk(seq, num_tokens, reaches_end=num_tokens == seq.num_pending_tokens)
+    reaches_end = num_tokens == seq.num_pending_tokens
+    return ScheduledChunk(seq, num_tokens, seq.num_outputs(num_tokens, reaches_end), reaches_end)

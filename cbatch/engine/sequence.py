@@ -25,6 +25,7 @@ class Sequence:
     prefix_uid: int = 0  # what the prefix cache calls the last of them
     num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
     num_unknown_tokens: int = 0  # trailing tokens that a launched step is still computing
+    first_output: int | None = None  # from this token on, the logits of every token are wanted; None: only the last
     added_at: float = 0.0
     last_token_at: float | None = None
 
@@ -58,6 +59,13 @@ class Sequence:
         The last token of all owes none.
         """
         return 0 if len(self.token_ids) == self.max_len else len(self.token_ids) - self.num_computed_tokens
+
+    def num_outputs(self, num_tokens: int, reaches_end: bool) -> int:
+        """How many of the next `num_tokens` have logits that are wanted. They are the last ones."""
+        if self.first_output is None:
+            return int(reaches_end)
+        stop = self.num_computed_tokens + num_tokens
+        return max(int(reaches_end), stop - max(self.num_computed_tokens, self.first_output))
 
     def launch(self, num_tokens: int, samples: bool) -> None:
         """A step has been launched that computes `num_tokens` and, if it `samples`, one more token, not known yet."""

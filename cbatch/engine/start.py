@@ -75,7 +75,7 @@ def start_engine(
         text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    eos, runner, depth = files.eos_token_ids, Runner(model, cache, sorted(files.eos_token_ids)), 0
+    eos, runner, depth = files.eos_token_ids, Runner(model, cache), 0
     if model.device.type == "cpu" and ops.without_native:
         runner.notes.append(f"without C kernels, which makes it slower: {ops.without_native}")
     if model.device.type == "cuda":

@@ -1,21 +1,14 @@
-"""The only place where lists become tensors."""
+"""The tensors of a step: where its tokens lie, and how the next tokens are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from cbatch.engine.scheduler import ScheduledChunk
-    from cbatch.engine.sequence import Sequence
-
-
-_SLICE = 32  # tokens of a sequence that one thread attends with at a time
+_TASK_TOKENS = 32  # tokens of a sequence that one CPU thread attends with at a time
 
 
 @dataclass(frozen=True)
@@ -31,11 +24,10 @@ class Batch:
     block_tables: torch.Tensor  # [S, max_blocks], unused entries 0
     cu_seqlens_q: torch.Tensor  # [S + 1]
     seq_lens: torch.Tensor  # [S] cached tokens, this step's included
-    logits_indices: torch.Tensor  # [num_sampled]
+    logits_indices: torch.Tensor  # [num_outputs] the tokens whose logits are wanted
     spans: tuple[tuple[int, int, int], ...]  # (first token, last token + 1, seq_len) of each sequence
-    sampled: tuple[Sequence, ...]  # those that `logits_indices` points at
-    carried: tuple[torch.Tensor, torch.Tensor] | None = None  # input tokens that the step before is sampling: where in
-    # `input_ids`, and which of its sampled tokens; [n] each
+    carried: tuple[torch.Tensor, torch.Tensor] | None = None  # input tokens that the step before is still drawing:
+    # their places in `input_ids`, and which of its drawn tokens they are; [n] each
 
     @cached_property
     def max_seqlen_q(self) -> int:
@@ -47,17 +39,75 @@ class Batch:
 
     @cached_property
     def tasks(self) -> torch.Tensor:
-        """[n, 3] on the host: a sequence, first and last + 1 of up to `_SLICE` of its tokens in this step.
+        """[n, 3] on the host: a sequence, first and last + 1 of up to `_TASK_TOKENS` of its tokens in this step.
 
-        Together they are all the tokens; the one that attends to the most comes first.
+        Together they are all the tokens; the task that attends to the most comes first.
         """
         tasks = []
         for s, (start, stop, seq_len) in enumerate(self.spans):
             before = seq_len - (stop - start)
-            for first in range(0, stop - start, _SLICE):
-                last = min(first + _SLICE, stop - start)
+            for first in range(0, stop - start, _TASK_TOKENS):
+                last = min(first + _TASK_TOKENS, stop - start)
                 tasks.append(((last - first) * (before + last), s, first, last))
         return torch.tensor([task[1:] for task in sorted(tasks, reverse=True)])
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Rows of a `SamplingBatch` whose logits depend on the tokens before: m of n, L the longest of them.
+
+    Factors have the dtype of the other sampling parameters, all else is int64.
+    """
+
+    rows: torch.Tensor  # [m] into the rows of the batch
+    history: torch.Tensor  # [m, L] prompt, then completion, then anything
+    lengths: torch.Tensor  # [m] of prompt and completion together
+    prompt_lengths: torch.Tensor  # [m]
+    repetition: torch.Tensor  # [m]
+    presence: torch.Tensor  # [m]
+    frequency: torch.Tensor  # [m]
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """How the next token of each of n sequences is drawn.
+
+    Tensors [n] on the model's device: parameters in float64 on a CPU and float32 on a GPU, as the samplers there compute;
+    whole numbers in int64.
+    """
+
+    temperature: torch.Tensor  # 0: the likeliest token
+    top_k: torch.Tensor  # 0: all
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    random_keys: torch.Tensor  # 64 bits each, as signed numbers
+    positions: torch.Tensor  # of the token to be drawn in its completion
+    is_greedy: bool  # all temperatures are 0
+    barred: tuple[torch.Tensor, torch.Tensor] | None = None  # rows and token ids of what must not be drawn
+    penalties: Penalties | None = None
+    logits_rows: torch.Tensor | None = None  # the rows of the step's logits that are drawn from; None: all n
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+    def select(self, rows: torch.Tensor) -> SamplingBatch:
+        """The parameters of some rows [m], without what is barred or penalised."""
+        return SamplingBatch(
+            self.temperature[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.random_keys[rows],
+            self.positions[rows],
+            self.is_greedy,
+        )
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step yields for the n rows of its `SamplingBatch`."""
+
+    token_ids: torch.Tensor  # [n] int64, or INVALID_LOGITS
 
 
 def single(first: int, stop: int, num_blocks: int, block_size: int, device: torch.device) -> Batch:
@@ -74,63 +124,13 @@ def single(first: int, stop: int, num_blocks: int, block_size: int, device: torc
         torch.tensor([stop], device=device),
         torch.arange(count, device=device),
         ((0, count, stop),),
-        (),
     )
 
 
 def nothing(device: torch.device) -> Batch:
     """A step of one padding token, which is written nowhere and belongs to no sequence."""
     (zero, slot, empty) = to_device(device, [0], [-1], [])
-    return Batch(zero, zero, slot, empty.view(0, 0), zero, empty, zero, ((0, 1, 1),), ())
-
-
-def pack(
-    chunks: SequenceOf[ScheduledChunk], block_size: int, device: torch.device, before: SequenceOf[Sequence] = ()
-) -> Batch:
-    """Lay the tokens of `chunks` out in one flat batch. `before`: the sequences that the step before sampled."""
-    which = {id(seq): index for index, seq in enumerate(before)}
-    carried: list[tuple[int, int]] = []
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    spans: list[tuple[int, int, int]] = []
-    for chunk in chunks:
-        seq, start = chunk.seq, len(input_ids)
-        first, stop = seq.num_computed_tokens, seq.num_computed_tokens + chunk.num_tokens
-        input_ids += seq.token_ids[first:stop]
-        positions += range(first, stop)
-        table = seq.block_table
-        slots += [table[pos // block_size] * block_size + pos % block_size for pos in range(first, stop)]
-        spans.append((start, len(input_ids), stop))
-        if stop > seq.num_known_tokens:
-            carried.append((len(input_ids) - 1, which[id(seq)]))
-
-    max_blocks = max(-(-seq_len // block_size) for _, _, seq_len in spans)
-    sampling = [stop - 1 for chunk, (_, stop, _) in zip(chunks, spans, strict=True) if chunk.reaches_end]
-    ids, at, slot_mapping, cu_seqlens_q, seq_lens, logits_indices, where, index, tables = to_device(
-        device,
-        input_ids,
-        positions,
-        slots,
-        [0] + [stop for _, stop, _ in spans],
-        [seq_len for _, _, seq_len in spans],
-        sampling,
-        [place for place, _ in carried],
-        [one for _, one in carried],
-        [block for chunk in chunks for block in (chunk.seq.block_table + [0] * max_blocks)[:max_blocks]],
-    )
-    return Batch(
-        ids,
-        at,
-        slot_mapping,
-        tables.view(len(chunks), max_blocks),
-        cu_seqlens_q,
-        seq_lens,
-        logits_indices,
-        tuple(spans),
-        tuple(chunk.seq for chunk in chunks if chunk.reaches_end),
-        (where, index) if carried else None,
-    )
+    return Batch(zero, zero, slot, empty.view(0, 0), zero, empty, zero, ((0, 1, 1),))
 
 
 def to_device(device: torch.device, *lists: list[int]) -> tuple[torch.Tensor, ...]:
@@ -138,7 +138,19 @@ def to_device(device: torch.device, *lists: list[int]) -> tuple[torch.Tensor, ..
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
     """
-    even = [one if len(one) % 2 == 0 else [*one, 0] for one in lists]
+    even = [numbers if len(numbers) % 2 == 0 else [*numbers, 0] for numbers in lists]
     flat = torch.tensor(list(chain.from_iterable(even)), dtype=torch.int64, pin_memory=device.type == "cuda")
-    parts = torch.split(flat.to(device, non_blocking=True), [len(one) for one in even])
-    return tuple(part[: len(one)] for part, one in zip(parts, lists, strict=True))
+    parts = torch.split(flat.to(device, non_blocking=True), [len(numbers) for numbers in even])
+    return tuple(part[: len(numbers)] for part, numbers in zip(parts, lists, strict=True))
+
+
+def floats_to_device(device: torch.device, *lists: list[float]) -> tuple[torch.Tensor, ...]:
+    """Lists of n numbers each as tensors [n], float64 on a CPU and float32 on a GPU, in a single transfer.
+
+    Each begins at a multiple of 16 bytes, see `to_device`.
+    """
+    on_gpu = device.type == "cuda"
+    padding = [0.0] * (-len(lists[0]) % 4)
+    dtype = torch.float32 if on_gpu else torch.float64
+    rows = torch.tensor([[*numbers, *padding] for numbers in lists], dtype=dtype, pin_memory=on_gpu)
+    return tuple(row[: len(lists[0])] for row in rows.to(device, non_blocking=True))

@@ -57,9 +57,10 @@ class StepGraphs:
         self.out_of_memory = False
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """The logits [num_sampled, vocabulary] of a step; valid until the next run."""
+        """The logits [num_outputs, vocabulary] of a step; valid until the next run."""
         decode = batch.max_seqlen_q == 1
-        if not decode and len(batch.input_ids) > self._mixed_buckets[-1]:
+        too_long = not decode and len(batch.input_ids) > self._mixed_buckets[-1]
+        if too_long or len(batch.logits_indices) > self._max_num_seqs:
             return self._forward(batch)
         sizes = self._decode_buckets if decode else self._mixed_buckets
         size = sizes[bisect_left(sizes, len(batch.input_ids))]
@@ -122,7 +123,6 @@ class StepGraphs:
             self._seq_lens[:num_seqs],
             self._indices[:num_seqs],
             (longest,),
-            (),
         )
 
 

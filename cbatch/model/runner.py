@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from cbatch.model.batch import Batch, nothing
+from cbatch.model.batch import Batch, SamplingBatch, StepOutput, nothing
 from cbatch.model.kv_cache import KVCache
-from cbatch.model.sampler import INVALID_LOGITS, sample
-
-if TYPE_CHECKING:
-    from cbatch.engine.sequence import Sequence
-
-__all__ = ["INVALID_LOGITS", "Launched", "Runner"]
+from cbatch.model.sampler import sample
 
 
-class Launched:
-    """The tokens of a step that may still be running, on their way to the host."""
+class LaunchedStep:
+    """A step that may still be running, its output on the way to the host."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._done: Any = torch.cuda.Event() if tokens.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._done is None:
-            self._tokens = tokens
-            return
-        self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        self._tokens.copy_(tokens, non_blocking=True)
-        self._done.record()
+    def __init__(self, output: StepOutput) -> None:
+        token_ids = output.token_ids
+        self._done: Any = torch.cuda.Event() if token_ids.is_cuda else None  # type: ignore[no-untyped-call]
+        self._output = output
+        if self._done is not None:
+            on_host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+            self._output = StepOutput(on_host.copy_(token_ids, non_blocking=True))
+            self._done.record()
 
-    def tokens(self) -> list[int]:
-        """Wait for them."""
+    def wait(self) -> StepOutput:
+        """The output, on the host, once the step has ended."""
         if self._done is not None:
             self._done.synchronize()
-        tokens: list[int] = self._tokens.tolist()
-        return tokens
+        return self._output
 
 
 class Runner:
     """Launches forward passes, each with the tokens of the one before still on the device."""
 
-    def __init__(self, model: Any, kv_cache: KVCache, eos_token_ids: Iterable[int]) -> None:
-        self.model, self.kv_cache, self.eos_token_ids = model, kv_cache, tuple(eos_token_ids)
+    def __init__(self, model: Any, kv_cache: KVCache) -> None:
+        self.model, self.kv_cache = model, kv_cache
         self._run = self.forward
-        self.notes: list[str] = []  # what it does without, and why; for the user
-        self.sampled: tuple[Sequence, ...] = ()  # by the last step, whose tokens are still on the device
-        self._last_tokens = torch.zeros(0, dtype=torch.int64)
+        self.notes: list[str] = []  # what the runner does without, and why; for the user
+        self._last_token_ids = torch.zeros(0, dtype=torch.int64)
 
     @property
     def device(self) -> torch.device:
         device: torch.device = self.model.device
         return device
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     @torch.inference_mode()
     def record(self, max_num_tokens: int, max_num_seqs: int, max_blocks: int, max_seq_len: int) -> bool:
@@ -69,17 +66,17 @@ class Runner:
         return True
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> Launched:
-        """Start a step: the next token of each sequence of `batch.sampled`, in that order, when it is done."""
+    def launch(self, batch: Batch, sampling: SamplingBatch) -> LaunchedStep:
+        """Start a step, which draws a token for each row of `sampling`."""
         if batch.carried is not None:
-            where, which = batch.carried
-            batch.input_ids.index_copy_(0, where, self._last_tokens[which].clamp(min=0))
-        tokens = sample(self._run(batch), batch.sampled, self.eos_token_ids)
-        self._last_tokens, self.sampled = tokens, batch.sampled
-        return Launched(tokens)
+            places, drawn = batch.carried
+            batch.input_ids.index_copy_(0, places, self._last_token_ids[drawn].clamp(min=0))
+        output = sample(self._run(batch), sampling)
+        self._last_token_ids = output.token_ids
+        return LaunchedStep(output)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """The logits [num_sampled, vocabulary] of `batch.logits_indices`."""
+        """The logits [num_outputs, vocabulary] of `batch.logits_indices`."""
         logits: torch.Tensor = self.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.positions[None],

@@ -7,12 +7,9 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from cbatch.engine.scheduler import Schedule, Scheduler
-    from cbatch.engine.sequence import Sequence
-    from cbatch.rows.request import Completion
+from cbatch.rows.request import Completion
 
 
 class Histogram:
@@ -52,6 +49,23 @@ class ModelCost:
     kv_bytes_per_token: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that is about to run, in numbers."""
+
+    num_running: int  # sequences that were admitted and have not ended
+    num_waiting: int
+    max_num_seqs: int
+    kv_cache_use: float  # share of the blocks that are held
+    num_preempted: int = 0  # sequences that gave way
+    num_active: int = 0  # sequences in the batch, without padding
+    num_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_outputs: int = 0  # tokens that go through the LM head
+    num_read_tokens: int = 0  # tokens whose keys and values are read
+    num_attended: int = 0  # pairs of a query token and a token it attends to
+
+
 @dataclass
 class EngineStats:
     """What an engine counts. Times in seconds."""
@@ -77,43 +91,35 @@ class EngineStats:
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
 
-    def scheduled(self, schedule: Schedule, scheduler: Scheduler) -> None:
-        """Count a step that is about to run."""
-        self.running, self.waiting = len(scheduler.running), len(scheduler.waiting)
-        self.max_num_seqs = scheduler.max_num_seqs
-        self.kv_used = scheduler.pool.num_used_blocks / scheduler.pool.num_blocks
-        self.preemptions += len(schedule.preempted)
-        if not schedule.chunks:
+    def count_step(self, step: StepRecord) -> None:
+        self.running, self.waiting, self.max_num_seqs = step.num_running, step.num_waiting, step.max_num_seqs
+        self.kv_used = step.kv_cache_use
+        self.preemptions += step.num_preempted
+        if not step.num_tokens:
             return
         if self.first_step_at is None:
             self.first_step_at = time.perf_counter()
         self.steps += 1
-        self.kv_used_sum += self.kv_used
-        self.kv_used_most = max(self.kv_used_most, self.kv_used)
-        tokens = pairs = cached = sampled = decodes = 0
-        for chunk in schedule.chunks:
-            n, first = chunk.num_tokens, chunk.seq.num_computed_tokens
-            self.occupancy += chunk.reaches_end or n < chunk.seq.num_pending_tokens  # what reaches nothing is padding
-            tokens += n
-            sampled += chunk.reaches_end
-            decodes += n == 1
-            cached += first + n
-            pairs += n * first + n * (n + 1) // 2
+        self.kv_used_sum += step.kv_cache_use
+        self.kv_used_most = max(self.kv_used_most, step.kv_cache_use)
+        self.occupancy += step.num_active
+        self.decode_tokens += step.num_decode_tokens
+        self.prefill_tokens += step.num_tokens - step.num_decode_tokens
         cost = self.cost
-        self.decode_tokens += decodes
-        self.prefill_tokens += tokens - decodes
-        self.bytes += cost.weight_bytes + cached * cost.kv_bytes_per_token
-        self.flops += tokens * cost.flops_per_token + sampled * cost.flops_per_sampled + pairs * cost.flops_per_attended
+        self.bytes += cost.weight_bytes + step.num_read_tokens * cost.kv_bytes_per_token
+        self.flops += step.num_tokens * cost.flops_per_token
+        self.flops += step.num_outputs * cost.flops_per_sampled + step.num_attended * cost.flops_per_attended
 
-    def sampled(self, seq: Sequence, now: float) -> None:
-        """Count a token that a sequence got at the time `now`."""
+    def count_first_token(self, seconds: float, num_cached_tokens: int) -> None:
+        """Count the first token of a sequence, which came `seconds` after its request."""
         self.generated_tokens += 1
-        if seq.last_token_at is None:
-            self.ttft.add(now - seq.added_at)
-            self.cached_tokens += seq.num_cached_tokens or 0
-        else:
-            self.inter_token.add(now - seq.last_token_at)
-        seq.last_token_at = now
+        self.ttft.add(seconds)
+        self.cached_tokens += num_cached_tokens
+
+    def count_next_token(self, seconds: float) -> None:
+        """Count a token that came `seconds` after the one before it."""
+        self.generated_tokens += 1
+        self.inter_token.add(seconds)
 
     def at_rest(self) -> EngineStats:
         """The same of an engine that is no more."""
