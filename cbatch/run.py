@@ -225,9 +225,9 @@ class Job:
             from cbatch.engine.start import start_engine
 
             return start_engine(self.places[0].config, files, max_model_len, self.stats)
-        from cbatch.engine.replicas import Fleet
+        from cbatch.engine.replicas import Replicas
 
-        return Fleet(self.places, files, max_model_len, self.stats, self.progress.note)
+        return Replicas(self.places, files, max_model_len, self.stats, self.progress.note)
 
     def _first_line(self, facts: Facts, builder: PromptBuilder) -> str:
         config, sampling = self.config, builder.sampling

@@ -1,4 +1,7 @@
-"""What crosses the border of an engine, whether there is one or many, in this process or elsewhere. Plain values only."""
+"""The face of an engine, whether there is one or many, and the messages to and from one in another process.
+
+Plain values only, without torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cbatch.rows.request import Completion, Request
+from cbatch.watch.stats import EngineStats
 
 
 class Requests(Protocol):
@@ -66,3 +70,21 @@ class AnyEngine(Protocol):
 
     def generate(self, requests: Requests, until: Until) -> Generator[Completion, None, None]:
         """Yield a completion for each request, or only for those that finish in time, in the order of finishing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """A message to a replica: requests to run, and how much time is left (see `Until`)."""
+
+    requests: list[Request]
+    is_near: bool = False
+    is_past: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A message from a replica, after a step."""
+
+    completions: list[Completion]
+    num_running: int  # sequences
+    stats: EngineStats | None = None  # of all steps so far; now and then

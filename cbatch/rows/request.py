@@ -31,6 +31,11 @@ class Request:
     random_key: int  # key of the row's random stream, 64 bits
     chat: bool = True
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the engine runs for this request."""
+        return 1
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
