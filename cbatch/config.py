@@ -254,12 +254,14 @@ class BenchConfig(Settings):
         None, "Folder of the model as OpenVINO reads it. (default: converted once, and kept in cbatch's cache)"
     )
     json: str | None = option(None, "Write every run, the medians and the timelines to this file.")
-    plot: str | None = option(None, "Draw what the schedules have in their batches over time: FILE.html.")
+    plot: str | None = option(None, "Draw the batches of the schedules over time into this page: FILE.html.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := [name for name in self.compared if name not in (*SCHEDULES, *PEERS)]:
             raise UsageError(f"--compare: {unknown[0]!r} is none of {', '.join((*SCHEDULES, *PEERS))}")
+        if self.plot is not None and not self.plot.endswith(".html"):
+            raise SettingError("plot", f"must end in .html, not {self.plot!r:.200}")
 
     @property
     def compared(self) -> list[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -12,13 +13,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from cbatch.bench import contender, plot, process, result
 from cbatch.bench.contender import Contender, Outcome, check
 from cbatch.bench.peers import interpreters
 from cbatch.bench.timeline import Piece, timeline
 from cbatch.bench.workload import Item, Workload, make, read_file
-from cbatch.config import EngineConfig
+from cbatch.config import PEERS, SCHEDULES, EngineConfig
 from cbatch.errors import UsageError
 from cbatch.settings import as_flags
 from tests.conftest import Cbatch
@@ -129,6 +131,12 @@ def ours(generation: float) -> Outcome:
     )
 
 
+def printed(summary: dict[str, Any], **terminal: Any) -> str:
+    console = Console(file=io.StringIO(), color_system=None, **terminal)
+    result.print_table(result.table(summary), console)
+    return str(console.file.getvalue())
+
+
 def test_medians_and_ratios_over_the_runs() -> None:
     found = result.summarize(
         {"cbatch": [ours(2.0), ours(4.0), ours(3.0)], "vllm": [outcome(6.0), outcome(1.0), outcome(9.0)]}, TWO, CEILINGS
@@ -157,7 +165,7 @@ def test_one_bad_run_makes_a_contender_invalid() -> None:
     found = result.summarize({"cbatch": [ours(2.0)] * 2, "vllm": [outcome(1.0), Outcome("row 3 ...")]}, TWO, CEILINGS)
     assert found["cbatch"]["valid"]
     assert (found["vllm"]["valid"], found["vllm"]["median"]) == (False, {})
-    shown = result.table(found)
+    shown = printed(found)
     assert re.search(r"^valid +yes +INVALID$", shown, re.MULTILINE)
     assert re.search(r"^output tokens/s +3\.0 +-$", shown, re.MULTILINE)
     assert "vllm is invalid: row 3 ..." in result.notes(found, CEILINGS)
@@ -166,7 +174,18 @@ def test_one_bad_run_makes_a_contender_invalid() -> None:
 def test_without_a_valid_run_of_cbatch_the_others_are_shown() -> None:
     found = result.summarize({"cbatch": [Outcome("it broke")], "vllm": [outcome(2.0)]}, TWO, {})
     assert found["vllm"]["median"]["output_tokens_per_second"] == 3
-    assert "3.0" in result.table(found)
+    assert "3.0" in printed(found)
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+def test_every_figure_is_whole_however_narrow_the_terminal(width: int) -> None:
+    measures = result.measures(ours(2.0), TWO, CEILINGS, 1.0) | {"speedup_of_cbatch": 1.0}
+    measured = {"median": dict.fromkeys(measures, 123_456.7), "valid": True, "problem": ""}
+    summary = dict.fromkeys(("cbatch", *SCHEDULES, *PEERS), measured)
+    on_terminal, in_file = (printed(summary, width=width, force_terminal=value) for value in (True, False))
+    figures = [line.split()[-6:] for line in in_file.splitlines()]
+    assert [line.split()[-6:] for line in on_terminal.splitlines() if line.split()[-6:] in figures] == figures
+    assert len(figures) == 13
 
 
 @pytest.mark.parametrize(
@@ -231,19 +250,19 @@ def test_a_contender_that_fails_is_invalid_and_says_why(code: str, problem: str)
 def test_memory_is_that_of_all_processes() -> None:
     hog = "x = b'1' * 100_000_000; import time; time.sleep(1)"
     both = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {hog!r}]); {hog}; p.wait()"
-    one = process.run([sys.executable, "-c", hog], os.environ).peak_memory
-    two = process.run([sys.executable, "-c", both], os.environ).peak_memory
-    assert one
-    assert two
-    assert one > 100_000_000
-    assert two > 200_000_000
+    single = process.run([sys.executable, "-c", hog], os.environ).peak_memory
+    double = process.run([sys.executable, "-c", both], os.environ).peak_memory
+    assert single
+    assert double
+    assert single > 100_000_000
+    assert double > 200_000_000
 
 
 def test_what_a_contender_leaves_behind_is_ended() -> None:
     child = "import time; time.sleep(600)"
     code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True)"
-    ended = process.run([sys.executable, "-c", code], os.environ)  # it would wait for the child's end of the pipe
-    assert len(ended.lines) == 1
+    finished = process.run([sys.executable, "-c", code], os.environ)  # it would wait for the child's end of the pipe
+    assert len(finished.lines) == 1
 
 
 def test_an_interrupted_benchmark_leaves_nothing_running(tmp_path: Path) -> None:
@@ -321,9 +340,9 @@ def test_a_benchmark_from_end_to_end(benched: Any) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "result.json").read_text())
     assert list(found["contenders"]) == ["cbatch", "static", "transformers"]
-    for one in found["contenders"].values():
-        assert one["valid"], one["problem"]
-        median = one["median"]
+    for measured in found["contenders"].values():
+        assert measured["valid"], measured["problem"]
+        median = measured["median"]
         assert median["output_tokens_per_second"] * median["generation_seconds"] == pytest.approx(
             found["workload"]["output_tokens"]
         )
@@ -359,7 +378,7 @@ def test_the_page_has_a_curve_for_each_schedule(benched: Any) -> None:
 
 def marks(*counters: tuple[float, int, int, int]) -> list[dict[str, Any]]:
     names = ("seconds", "steps", "occupancy", "generated_tokens")
-    return [dict(zip(names, one, strict=True)) | {"to_first_step": 1.0} for one in counters]
+    return [dict(zip(names, values, strict=True)) | {"to_first_step": 1.0} for values in counters]
 
 
 def test_a_timeline_has_what_came_between_its_marks() -> None:

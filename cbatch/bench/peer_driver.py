@@ -1,8 +1,9 @@
-"""Runs a peer on a workload, as its own documentation does for offline work.
+"""Runs a peer on a workload, the way the peer's own documentation shows for offline work.
 
     python peer_driver.py NAME WORKLOAD.jsonl SETTINGS      a JSON object: model, dtype, device, threads, longest, ...
 
-Executed by an interpreter that has the peer, so it imports nothing of cbatch. Prints what a `Contender` must.
+An interpreter that has the peer executes this file, so it imports nothing of cbatch. It prints what
+`cbatch.bench.contender.Contender` asks for.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 Row = dict[str, Any]  # token_ids, max_tokens
-Generate = Callable[[list[Row]], list[int]]  # rows -> how many tokens each got
+Generate = Callable[[list[Row]], list[int]]  # rows -> number of tokens that each got
 
+# A peer is a function of the settings that returns its `generate` and how many rows to give it at a time.
 _SEQS, _BATCHED_TOKENS, _KV_GIB = 256, 4096, 4
 _STATIC_BATCH = 64  # rows
 _WARM_UP = [{"token_ids": list(range(8, 72)), "max_tokens": 4}] * 4
 
 
 def transformers(settings: dict[str, Any]) -> tuple[Generate, int]:
-    """Its own `generate`: rows in file order, padded on the left, as many steps as the longest row of a batch takes."""
+    """transformers' own `generate`: static batches, padded on the left, which run until their longest row ends."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -44,6 +46,7 @@ def transformers(settings: dict[str, Any]) -> tuple[Generate, int]:
 
 
 def vllm(settings: dict[str, Any]) -> tuple[Generate, int]:
+    """vLLM's offline interface, which gets all rows at once."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if settings["device"] == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_KV_GIB)
@@ -69,6 +72,7 @@ def vllm(settings: dict[str, Any]) -> tuple[Generate, int]:
 
 
 def openvino(settings: dict[str, Any]) -> tuple[Generate, int]:
+    """OpenVINO's continuous batching on a CPU, which gets all rows at once."""
     import numpy as np
     from openvino import Tensor
     from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, SchedulerConfig
@@ -95,21 +99,26 @@ def openvino(settings: dict[str, Any]) -> tuple[Generate, int]:
     return generate, sys.maxsize
 
 
+_PEERS = {"transformers": transformers, "vllm": vllm, "openvino": openvino}
+_VERSIONED = {"openvino": "openvino_genai"}  # peer -> its module, where that has another name
+
+
 def main(name: str, workload: str, settings: str) -> None:
-    del sys.path[0]  # this folder, whose names no library shall find
+    """Run the peer `name`; its time counts from the first row on, after loading and warming up."""
+    del sys.path[0]  # this folder: no library shall find its modules
     records = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print there too
+    os.dup2(2, 1)  # libraries print to standard output, too
     with open(workload, encoding="utf-8") as file:  # noqa: PTH123
         rows = [{"row": k, **row, **row["params"]} for k, row in enumerate(map(json.loads, file))]
-    generate, size = {"transformers": transformers, "vllm": vllm, "openvino": openvino}[name](json.loads(settings))
+    generate, batch_size = _PEERS[name](json.loads(settings))
     generate(_WARM_UP)
     started_at = time.perf_counter()
-    for start in range(0, len(rows), size):
-        batch = rows[start : start + size]
-        for row, count in zip(batch, generate(batch), strict=True):
-            records.write(json.dumps({"row": row["row"], "completion_tokens": count}) + "\n")
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        for row, num_tokens in zip(batch, generate(batch), strict=True):
+            records.write(json.dumps({"row": row["row"], "completion_tokens": num_tokens}) + "\n")
     figures = {"seconds": {"generation": time.perf_counter() - started_at}}
-    version = sys.modules[{"openvino": "openvino_genai"}.get(name, name)].__version__
+    version = sys.modules[_VERSIONED.get(name, name)].__version__
     print(json.dumps(figures | {"version": version}), file=sys.stderr, flush=True)
     records.close()
 

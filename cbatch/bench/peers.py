@@ -29,12 +29,12 @@ _PACKAGES = {  # peer -> the module to look for, and what to install
 
 
 class Skipped(Exception):
-    """This peer can't take part; says why, and how it could."""
+    """A peer can't take part; the message says why, and how it could."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What all of them are given."""
+    """Makes contenders of peers, which all get the same model, workload and settings."""
 
     files: ModelFiles
     workload: Path
@@ -43,14 +43,14 @@ class Peers:
     openvino_model: str | None
 
     def contender(self, name: str) -> Contender:
-        """The command of a peer. Skipped if it is not there."""
+        """The contender of a peer; raises Skipped if the peer can't take part."""
         python = self.pythons.get(name, sys.executable)
         module, how = _PACKAGES[name]
         if self.files.path.suffix == ".gguf":
             raise Skipped(f"{name} is skipped: it is given folders only, not GGUF files")
         environ = dict(os.environ)
         if python != sys.executable:
-            environ.pop("PYTHONPATH", None)  # ours are not for another interpreter
+            environ.pop("PYTHONPATH", None)  # modules of our interpreter are not for another one
         if not _has(python, module, environ):
             raise Skipped(
                 f"{name} is skipped: {python} has no module {module}. Make a virtual environment with it ({how}) and "
@@ -66,7 +66,7 @@ class Peers:
         )
 
     def _converted(self, python: str, environ: Mapping[str, str]) -> Path:
-        """The model as OpenVINO reads it: the user's, or converted once into the cache."""
+        """The folder of the model in OpenVINO's format: the user's, or converted once into the cache."""
         if self.openvino_model:
             return Path(self.openvino_model)
         precision = "fp32" if self.settings["dtype"] == "float32" else "fp16"
@@ -91,14 +91,14 @@ class Peers:
 
 
 def interpreters(given: tuple[str, ...]) -> dict[str, str]:
-    """NAME=PATH ... -> the interpreter of each peer."""
+    """The interpreters of peers, given as NAME=PATH; UsageError if a name or a path is wrong."""
     found = {}
-    for one in given:
-        name, _, python = one.partition("=")
+    for setting in given:
+        name, _, python = setting.partition("=")
         if name not in _PACKAGES or not python:
-            raise UsageError(f"--python {one}: must be NAME=PATH, with a name of {', '.join(_PACKAGES)}")
+            raise UsageError(f"--python {setting}: must be NAME=PATH, with a name of {', '.join(_PACKAGES)}")
         if shutil.which(python) is None:
-            raise UsageError(f"--python {one}: there is no such program")
+            raise UsageError(f"--python {setting}: there is no such program")
         found[name] = python
     return found
 

@@ -1,4 +1,4 @@
-"""The picture that explains continuous batching: what each schedule has in its batch, over time."""
+"""A page with curves of each schedule's run over time: sequences in the batch, and output tokens a second."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 
 from cbatch.bench.timeline import Piece
-from cbatch.errors import UsageError
 
-Curves = Mapping[str, Sequence[Piece]]  # schedule -> how its run went
+Curves = Mapping[str, Sequence[Piece]]  # schedule -> the timeline of its run
 
 _PANELS = {"occupancy": "sequences in the batch", "tokens_per_second": "output tokens/s"}
 _COLOURS = ("#0b6e4f", "#c8553d", "#3d5a98")
@@ -19,14 +18,8 @@ _CAPTION = (
 )
 
 
-def check(path: str) -> None:
-    """UsageError if a picture can't be drawn into this file."""
-    if not path.endswith(".html"):
-        raise UsageError(f"--plot {path}: must end in .html")
-
-
 def page(curves: Curves, title: str) -> str:
-    """An HTML page with one SVG for each panel; it loads nothing."""
+    """An HTML page with an SVG for each panel, complete in itself: it loads nothing."""
     title = html.escape(title)
     panels = "\n".join(_svg(curves, panel, label) for panel, label in _PANELS.items())
     style = "body{font:14px sans-serif;max-width:780px;margin:2em auto}svg{width:100%}text{font-size:12px}"
@@ -66,7 +59,7 @@ def _svg(curves: Curves, panel: str, label: str) -> str:
 
 
 def corners(pieces: Sequence[Piece], panel: str) -> Iterator[tuple[float, float]]:
-    """A staircase of (seconds, value)."""
+    """The corners of a curve, a staircase, as (seconds, value)."""
     for piece in pieces:
         value = getattr(piece, panel)
         yield piece.start, value

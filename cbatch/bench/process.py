@@ -1,4 +1,4 @@
-"""A command run as its user would see it: when each line came, and how much memory it took."""
+"""Runs a command and watches it from outside: when each line of output came, and how much memory was used."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-_POLL_SECONDS = 0.5  # the kernel remembers each process's peak, so that few looks suffice
+_POLL_SECONDS = 0.5  # long, because the kernel remembers each process's peak
 
 
 @dataclass
-class Ended:
-    """Times in seconds since the command was started."""
+class Finished:
+    """A command that has ended."""
 
-    code: int = 0
-    lines: list[tuple[float, bytes]] = field(default_factory=list)  # of standard output
+    exit_code: int = 0
+    lines: list[tuple[float, bytes]] = field(default_factory=list)  # of standard output, each with its second
     errors: list[bytes] = field(default_factory=list)  # lines of standard error
-    peak_memory: int | None = None  # bytes, of all its processes; None where there is no /proc
+    peak_memory: int | None = None  # bytes, of the command and all its descendants; None where there is no /proc
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
-    """Run a command to its end. If this is interrupted, it and all it has started is killed."""
+def run(command: Sequence[str], environ: Mapping[str, str]) -> Finished:
+    """Run a command to its end. Whatever it started and left running is killed; so is the command if this is interrupted."""
     started_at = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -39,13 +39,13 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
     )
     assert process.stdout
     assert process.stderr
-    ended = Ended()
+    finished = Finished()
 
     def keep_lines(stream: IO[bytes]) -> None:
-        ended.lines += ((time.perf_counter() - started_at, line) for line in stream)
+        finished.lines += ((time.perf_counter() - started_at, line) for line in stream)
 
     def keep_errors(stream: IO[bytes]) -> None:
-        ended.errors += stream
+        finished.errors += stream
 
     readers = [
         threading.Thread(target=keep_lines, args=(process.stdout,)),
@@ -55,14 +55,14 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
         reader.start()
     try:
         while True:
-            memory = memory_of(process.pid)
-            ended.peak_memory = max(ended.peak_memory or 0, memory) if memory else ended.peak_memory
+            memory = peak_memory_of(process.pid)
+            finished.peak_memory = max(finished.peak_memory or 0, memory) if memory else finished.peak_memory
             with suppress(subprocess.TimeoutExpired):
-                ended.code = process.wait(_POLL_SECONDS)
-                return ended
+                finished.exit_code = process.wait(_POLL_SECONDS)
+                return finished
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind
+            os.killpg(process.pid, signal.SIGKILL)  # the command's process group
         process.wait()
         for reader in readers:
             reader.join()
@@ -70,17 +70,18 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
         process.stderr.close()
 
 
-def memory_of(pid: int) -> int:
-    """Bytes of memory that a process and its descendants have held at most, each at its own time."""
+def peak_memory_of(pid: int) -> int:
+    """The peaks in bytes of a process and its descendants, summed up; each may have had its peak at another time."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(folder.name))
-    total, left = 0, [pid]
-    while left:
-        left += children.get(one := left.pop(), [])
+    total, pids = 0, [pid]
+    while pids:
+        pid = pids.pop()
+        pids += children.get(pid, [])
         with suppress(OSError):
-            lines = Path(f"/proc/{one}/status").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     return total

@@ -1,4 +1,4 @@
-"""Runs of several contenders -> medians, ratios and the table that is shown."""
+"""Outcomes of several contenders -> medians, ratios and the table that is shown."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
 from cbatch.bench.contender import Outcome
 from cbatch.bench.workload import Workload
 
 OURS = "cbatch"
+
+_ANY_WIDTH = 10_000  # characters
 
 
 def _percent(value: float) -> str:
@@ -24,7 +30,7 @@ def _gib(value: float) -> str:
     return f"{value / 1024**3:.2f}"
 
 
-_ROWS: dict[str, tuple[str, Callable[[float], str]]] = {  # measure -> how the table shows it
+_LINES: dict[str, tuple[str, Callable[[float], str]]] = {  # measure -> its label and format in the table
     "output_tokens_per_second": ("output tokens/s", _number),
     "total_tokens_per_second": ("total tokens/s", _number),
     "wall_seconds": ("wall time, s", _number),
@@ -40,7 +46,10 @@ _ROWS: dict[str, tuple[str, Callable[[float], str]]] = {  # measure -> how the t
 
 
 def roofline_seconds(workload: Workload, cost: Mapping[str, int], ceilings: Mapping[str, float]) -> float:
-    """The least time the workload can take here: its matrix products, and one reading of keys and values a token."""
+    """The least time that a workload can take on this machine.
+
+    That is the time of its matrix products, and of reading, for each token, the keys and values it attends to.
+    """
     work = workload.work
     flops = work.computed * cost["flops_per_token"] + work.sampled * cost["flops_per_sampled"]
     read = work.read * cost["kv_bytes_per_token"]
@@ -48,7 +57,7 @@ def roofline_seconds(workload: Workload, cost: Mapping[str, int], ceilings: Mapp
 
 
 def measures(outcome: Outcome, workload: Workload, ceilings: Mapping[str, float], least: float) -> dict[str, Any]:
-    """What is known of one run; None for what the contender does not tell. `least`: `roofline_seconds`, or 0."""
+    """The figures of one run; None where the contender does not tell. `least`: `roofline_seconds`, or 0 if unknown."""
     figures, seconds = outcome.figures, outcome.generation
     work = figures.get("work") or {}
 
@@ -74,53 +83,57 @@ def summarize(
     outcomes: Mapping[str, Sequence[Outcome]], workload: Workload, ceilings: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
     """For each contender: whether it is valid, the median of every measure, and all its runs."""
-    cost = next((one.figures["cost"] for one in outcomes[OURS] if not one.problem), None)
+    cost = next((outcome.figures["cost"] for outcome in outcomes[OURS] if not outcome.problem), None)
     least = roofline_seconds(workload, cost, ceilings) if cost and ceilings else 0.0
-    result: dict[str, dict[str, Any]] = {}
-    for name, several in outcomes.items():
-        problem = next((one.problem for one in several if one.problem), "")
-        runs = [measures(one, workload, ceilings, least) for one in several if not one.problem]
-        result[name] = {
+    summary: dict[str, dict[str, Any]] = {}
+    for name, turns in outcomes.items():
+        problem = next((outcome.problem for outcome in turns if outcome.problem), "")
+        runs = [measures(outcome, workload, ceilings, least) for outcome in turns if not outcome.problem]
+        summary[name] = {
             "valid": not problem,
             "problem": problem,
-            "version": several[-1].figures.get("version"),
+            "version": turns[-1].figures.get("version"),
             "median": {} if problem else medians(runs),
             "runs": runs,
         }
-    ours = result[OURS]["median"].get("output_tokens_per_second")
-    for one in result.values():
-        if ours and one["valid"]:
-            one["median"]["speedup_of_cbatch"] = ours / one["median"]["output_tokens_per_second"]
-    return result
+    ours = summary[OURS]["median"].get("output_tokens_per_second")
+    for found in summary.values():
+        if ours and found["valid"]:
+            found["median"]["speedup_of_cbatch"] = ours / found["median"]["output_tokens_per_second"]
+    return summary
 
 
 def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The median of each measure over the runs that have it."""
-    result = {}
+    found = {}
     for name in runs[0]:
         known = [run[name] for run in runs if run[name] is not None]
-        result[name] = median(known) if known else None
-    return result
+        found[name] = median(known) if known else None
+    return found
 
 
-def table(contenders: Mapping[str, Mapping[str, Any]]) -> str:
-    """One column for each contender, one line for each measure."""
-    lines = [["", *contenders]]
-    for name, (label, shown) in _ROWS.items():
-        values = [one["median"].get(name) for one in contenders.values()]
-        lines.append([label, *("-" if value is None else shown(value) for value in values)])
-    lines.append(["valid", *("yes" if one["valid"] else "INVALID" for one in contenders.values())])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        f"{line[0]:<{widths[0]}}  "
-        + "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
-        for line in lines
-    )
+def table(summary: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A column for each contender, a line for each measure."""
+    table = Table("", box=None, pad_edge=False)
+    for name in summary:
+        table.add_column(name, justify="right", no_wrap=True)
+    for measure, (label, shown) in _LINES.items():
+        values = [found["median"].get(measure) for found in summary.values()]
+        table.add_row(label, *("-" if value is None else shown(value) for value in values))
+    table.add_row("valid", *("yes" if found["valid"] else "INVALID" for found in summary.values()))
+    return table
 
 
-def notes(contenders: Mapping[str, Mapping[str, Any]], ceilings: Mapping[str, float]) -> list[str]:
-    """What belongs below the table: why a contender is invalid, and what the machine can do."""
-    lines = [f"{name} is invalid: {one['problem']}" for name, one in contenders.items() if one["problem"]]
+def print_table(table: Table, console: Console) -> None:
+    """Print a table with every figure whole: on a narrow terminal only labels wrap, in a file nothing does."""
+    width = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table)
+    console.width = max(console.width, width.minimum) if console.is_terminal else width.maximum
+    console.print(table, highlight=False)
+
+
+def notes(summary: Mapping[str, Mapping[str, Any]], ceilings: Mapping[str, float]) -> list[str]:
+    """The lines below the table: why a contender is invalid, and the ceilings of the machine."""
+    lines = [f"{name} is invalid: {found['problem']}" for name, found in summary.items() if found["problem"]]
     if ceilings:
         lines.append(
             f"This machine reads {ceilings['bytes_per_second'] / 1e9:.1f} GB/s in order and "

@@ -1,4 +1,4 @@
-"""How a run went: what was in the batch and how many tokens came, piece by piece of its time."""
+"""The timeline of a run: sequences in the batch and tokens a second, for each piece of its time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ _PIECES = 120  # at most
 
 @dataclass(frozen=True)
 class Piece:
+    """A stretch of a run's time in which at least one step began."""
+
     start: float  # seconds since the first step
     end: float
-    occupancy: float  # sequences at work in a step, on average
-    tokens_per_second: float  # generated
+    occupancy: float  # mean number of sequences in a step
+    tokens_per_second: float  # output tokens
 
 
 def timeline(outcome: Outcome) -> list[Piece]:
-    """The pieces of a run of cbatch, from the counters that it told as they grew. In each at least one step began."""
+    """The pieces of a run of cbatch, from the counters in its progress lines."""
     figures = outcome.figures
-    marks = [_mark(one, one["seconds"] - one["to_first_step"]) for one in outcome.marks]
+    marks = [_mark(counters, counters["seconds"] - counters["to_first_step"]) for counters in outcome.marks]
     last = {
         "steps": figures["steps"],
         "occupancy": figures["mean_batch_occupancy"] * figures["steps"],
@@ -39,11 +41,11 @@ def timeline(outcome: Outcome) -> list[Piece]:
 
 
 class _Mark(NamedTuple):
-    """Counters of a run, `seconds` after its first step began."""
+    """The counters of a run `seconds` after its first step began."""
 
     seconds: float
     steps: float
-    occupancy: float
+    occupancy: float  # sequences, summed over the steps
     tokens: float
 
 
@@ -52,7 +54,6 @@ def _mark(counters: Mapping[str, float], seconds: float) -> _Mark:
 
 
 def _piece(before: _Mark, after: _Mark) -> Piece:
-    at_once = (after.occupancy - before.occupancy) / (after.steps - before.steps)
-    return Piece(
-        before.seconds, after.seconds, at_once, (after.tokens - before.tokens) / (after.seconds - before.seconds)
-    )
+    occupancy = (after.occupancy - before.occupancy) / (after.steps - before.steps)
+    rate = (after.tokens - before.tokens) / (after.seconds - before.seconds)
+    return Piece(before.seconds, after.seconds, occupancy, rate)

@@ -1,4 +1,4 @@
-"""What a benchmark computes: rows of token ids, and how many tokens each must yield."""
+"""The rows that a benchmark computes: token ids, and how many tokens each must yield."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Item:
-    """One row. It must yield exactly `max_tokens` tokens, greedily, whatever the model thinks of ending earlier."""
+    """A row. It must yield exactly `max_tokens` tokens, chosen greedily, past any end-of-sequence token."""
 
     token_ids: list[int]
     max_tokens: int
@@ -32,15 +32,17 @@ class Item:
 
 @dataclass(frozen=True)
 class Work:
-    """The least that a workload can cost, in tokens."""
+    """The least work that a workload can cost. All are numbers of tokens."""
 
-    computed: int  # go through the layers; a beginning that prompts share does so once
-    sampled: int  # go through the LM head
-    read: int  # have their keys and values read
+    computed: int  # through the layers; a beginning that prompts share counts once
+    sampled: int  # through the LM head
+    read: int  # whose keys and values are read, summed over the tokens that attend to them
 
 
 @dataclass(frozen=True)
 class Workload:
+    """Rows to be computed."""
+
     name: str
     items: list[Item]
 
@@ -60,18 +62,18 @@ class Workload:
     @cached_property
     def work(self) -> Work:
         prompts = sorted(item.token_ids for item in self.items)
-        shared = sum(_common(a, b) for a, b in pairwise(prompts))
+        shared = sum(_num_shared(a, b) for a, b in pairwise(prompts))
         decoded = self.output_tokens - len(self.items)  # a row's first token comes from its prompt
-        read = sum(_sum_from(len(item.token_ids), item.max_tokens) for item in self.items)
+        read = sum(_num_read(len(item.token_ids), item.max_tokens) for item in self.items)
         return Work(self.prompt_tokens - shared + decoded, self.output_tokens, read)
 
     def lines(self) -> str:
-        """The rows as `cbatch run` reads them."""
+        """The rows as JSONL that `cbatch run` reads."""
         rows = ({"token_ids": item.token_ids, "params": {"max_tokens": item.max_tokens}} for item in self.items)
         return "".join(json.dumps(row) + "\n" for row in rows)
 
     def about(self) -> dict[str, Any]:
-        """What tells it from other workloads; two that have the same digest are the same."""
+        """Name, sizes and checksum, for the record. Workloads of equal checksums have equal rows."""
         return {
             "name": self.name,
             "rows": len(self.items),
@@ -82,10 +84,10 @@ class Workload:
 
 
 def make(kind: str, num_rows: int, tokenizer: Any, context: int) -> Workload:
-    """A workload out of Python's own library, the same wherever Python and the tokenizer are the same.
+    """A workload made of the text of Python's own library: one Python and one tokenizer always give equal rows.
 
-    ragged: lengths with a heavy tail, as real ones have. fixed: 128 in, 128 out. prefix: 512 tokens that all share.
-    Where the context is too short for them lengths are cut.
+    ragged: lengths with a heavy tail, as real ones have. fixed: 128 in, 128 out. prefix: 512 tokens that all rows
+    share, and a few of their own. Lengths are cut where the context (in tokens) is too short.
     """
     draw = random.Random(f"{kind} {_SEED}")
     text = "\n".join((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in _TEXTS)
@@ -110,7 +112,7 @@ def make(kind: str, num_rows: int, tokenizer: Any, context: int) -> Workload:
 
 
 def read_file(name: str, limit: int | None, context: int) -> Workload:
-    """The rows of a file with columns `token_ids` and `params`, of which only `max_tokens` counts."""
+    """A workload of the rows of a file, which has the columns `token_ids` and `params`; only its `max_tokens` counts."""
     items = []
     for row in read(resolve([name]), limit=limit):
         if row.problem:
@@ -129,11 +131,11 @@ def read_file(name: str, limit: int | None, context: int) -> Workload:
     return Workload(name, items)
 
 
-def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens `a` and `b` begin with alike."""
+def _num_shared(a: list[int], b: list[int]) -> int:
+    """The number of tokens that `a` and `b` have in common at their beginning."""
     return next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _sum_from(prompt: int, output: int) -> int:
-    """Tokens that are read while `output` tokens are generated: all that are there, at each of them."""
-    return output * prompt + output * (output - 1) // 2
+def _num_read(num_prompt_tokens: int, num_output_tokens: int) -> int:
+    """Tokens whose keys and values are read while a row is generated: for each output token, all tokens before it."""
+    return num_output_tokens * num_prompt_tokens + num_output_tokens * (num_output_tokens - 1) // 2
