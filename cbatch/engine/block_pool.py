@@ -1,4 +1,4 @@
-"""Who owns which block of the KV cache, and which blocks can be found again by the tokens they hold."""
+"""The blocks of the KV cache: which sequences hold them, and which can be found again by the tokens in them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class BlockPool:
     """`num_blocks` blocks of `block_size` tokens, counted by reference.
 
     A block is blank (free, holds nothing), idle (free, holds a cached prefix), or held by one or more block tables.
-    The prefix cache is a chain: a full block is filed under the uid of the block before it and its own tokens, so a
-    hit compares all the tokens of the whole prefix, never just a hash of them. Idle blocks are reused least recently
-    used first, the end of a sequence before its beginning.
+    The prefix cache is a chain: a full block is filed under the uid of the block before it and its own tokens, so that
+    a hit compares all tokens of the whole prefix, never just a hash of them. Idle blocks are reused least recently used
+    first, the end of a sequence before its beginning.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -43,9 +43,9 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def admit(self, seq: Sequence, reserve: int, max_tokens: int = 0) -> bool:
-        """Give `seq` blocks for all its tokens (or `max_tokens`), cached ones first, if `reserve` more stay free.
+        """Give `seq` blocks for all its tokens (or `max_tokens`), cached blocks first, if `reserve` more stay free.
 
-        Sets `num_computed_tokens` to what was found; at least one token is always left to compute.
+        Returns whether they did. Sets `num_computed_tokens` to the cached tokens; one token is always left to compute.
         """
         cached = self._find(seq.token_ids)
         missing = self.blocks_for(max(len(seq.token_ids), max_tokens)) - len(cached)
@@ -64,7 +64,7 @@ class BlockPool:
         return True
 
     def grow(self, seq: Sequence) -> bool:
-        """Extend the block table to hold all of the tokens of `seq`, or leave it as it is."""
+        """Extend the block table to hold all tokens of `seq`; False, and no change, if there are not enough blocks."""
         missing = self.blocks_for(len(seq.token_ids)) - len(seq.block_table)
         if missing > self.num_free_blocks:
             return False
@@ -72,10 +72,11 @@ class BlockPool:
         return True
 
     def fork(self, seq: Sequence, child: Sequence) -> list[tuple[int, int]] | None:
-        """Give `child`, which has the same tokens so far, all that is computed of `seq`, but for its own last token.
+        """Let `child`, whose tokens begin with those of `seq`, start from what is computed of `seq`.
 
-        Full blocks are shared. The last one, if it is only partly full, is not: the result names it and the block of
-        `child` that it is to be copied into. None if there is no block for that; then nothing has changed.
+        Full blocks are shared. A last block that is only partly full must be copied: returns its id and the id of the
+        block of `child` to copy it to, in a list, or an empty list. One token of `child` is always left to compute.
+        None, and no change, if there is no free block for the copy.
         """
         num_tokens = min(seq.num_computed_tokens, len(child.token_ids) - 1)
         num_full, rest = divmod(num_tokens, self.block_size)
@@ -93,21 +94,21 @@ class BlockPool:
         return [(seq.block_table[num_full], child.block_table[-1])]
 
     def remember(self, seq: Sequence) -> None:
-        """File the blocks of `seq` that are full and computed, so that other sequences find them."""
+        """File the full and computed blocks of `seq` in the prefix cache."""
         if not self.enable_prefix_caching:
             return
         size = self.block_size
         for index in range(seq.num_hashed_blocks, min(seq.num_computed_tokens, seq.num_known_tokens) // size):
             key = (seq.prefix_uid, tuple(seq.token_ids[index * size : (index + 1) * size]))
             block = self._block_of.get(key, seq.block_table[index])
-            if block not in self._key_of:  # else a fork filed it, perhaps when the block before it had another uid
+            if block not in self._key_of:  # else a fork has filed it, possibly when the block before it had another uid
                 self._last_uid += 1
                 self._block_of[key], self._key_of[block], self._uid_of[block] = block, key, self._last_uid
             seq.prefix_uid = self._uid_of[block]
             seq.num_hashed_blocks = index + 1
 
     def release(self, seq: Sequence) -> None:
-        """Give back the blocks of `seq`; what the prefix cache knows of them stays until they are reused."""
+        """Give back the blocks of `seq`. They stay in the prefix cache until they are reused."""
         for block in reversed(seq.block_table):
             self._num_refs[block] -= 1
             if self._num_refs[block] == 0:

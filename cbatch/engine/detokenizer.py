@@ -1,4 +1,4 @@
-"""Token ids to text, and the place where a stop text ends it."""
+"""Finds stop texts in a completion while its tokens arrive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-_LONGEST_CHARACTER = 4  # bytes, so tokens, that one character can take
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, so at most as many tokens
 
 
 class StopFinder:
@@ -26,7 +26,7 @@ class StopFinder:
         self._tail = ""
 
     def add(self, token: int) -> bool:
-        """Append a token; whether the completion now holds a stop text."""
+        """Append a token; returns whether the completion now holds a stop text."""
         self._ids.append(token)
         context = self._decode(self._ids[self._start : self._end])
         text = self._decode(self._ids[self._start :])

@@ -1,4 +1,4 @@
-"""The step: schedule, pack, forward, collect."""
+"""The engine: requests in, completions out, one step after another (schedule, pack, launch, collect)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _PAUSE = 0.001  # seconds before asking again whether there is something to comp
 
 
 class _Endless:
+    """A deadline that never comes."""
+
     is_near = is_past = False
 
 
@@ -58,7 +60,7 @@ class Engine:
             yield from completions
 
     def steps(self, requests: Requests, until: Until) -> Iterator[list[Completion]]:
-        """The same; yields at least once a step, if only an empty list."""
+        """Run to the end, and yield after every step the completions that it brought, which may be none."""
         while not until.is_past:
             yield list(self._take(requests))
             self.scheduler.admits = not until.is_near
@@ -73,7 +75,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request that it took has no completion yet."""
+        """Whether a request was taken that has no completion yet."""
         return self.is_busy or bool(self.scheduler.waiting)
 
     @property
@@ -93,8 +95,8 @@ class Engine:
         """Decide the batch, launch it, and return the completions of the step launched `depth` steps before.
 
         With depth 1 the next step is launched while this one computes. Its decodes take their input from the tokens
-        sampled on the device, which the host does not know yet; a sequence that turns out to have ended before costs
-        one token that nobody awaits.
+        drawn on the device, which the host does not know yet; a sequence that turns out to have ended already costs
+        one discarded token.
         """
         started_at = time.perf_counter()
         schedule = self.scheduler.schedule(more_to_come)
@@ -112,7 +114,7 @@ class Engine:
         return completions
 
     def _launch(self, schedule: Schedule) -> None:
-        """Start a step. What the step before draws is not known yet if its output has not been collected."""
+        """Start a step; if the step before is not collected yet, its tokens are taken over on the device."""
         chunks, device = schedule.chunks, self.runner.device
         before = self._launched[-1][0].sampled if self._launched else ()
         batch = pack(chunks, self.scheduler.pool.block_size, device, before)
@@ -122,7 +124,7 @@ class Engine:
         self._launched.append((schedule, launched))
 
     def _needs_history(self) -> bool:
-        """Whether the next draw depends on which token came last, as penalties do."""
+        """Whether a running row has penalties, whose next draw depends on the token that came last."""
         return any(seq.params.has_penalties for seq in self.scheduler.running)
 
     def _take(self, requests: Requests) -> Iterator[Completion]:
@@ -145,12 +147,12 @@ class Engine:
         return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
 
     def _collect(self) -> list[Completion]:
-        """Wait for the tokens of the oldest launched step, give back the blocks of what has ended, and return it."""
+        """Wait for the tokens of the oldest launched step; returns the completions of the sequences that ended with it."""
         schedule, launched = self._launched.popleft()
         token_ids, now = launched.wait().token_ids.tolist(), time.perf_counter()
         completions = []
         for seq, token in zip(schedule.sampled, token_ids, strict=True):
-            if not seq.num_unknown_tokens:  # it ended in the step before, when this one was already launched
+            if not seq.num_unknown_tokens:  # the sequence ended in the step before, when this step was already launched
                 continue
             if completion := self._learn(seq, token):
                 completions.append(completion)
@@ -167,7 +169,7 @@ class Engine:
         seq.last_token_at = now
 
     def _learn(self, seq: Sequence, token: int) -> Completion | None:
-        """Take in one token of a sequence; its completion if that ends it."""
+        """Append a token to a sequence; returns its completion if the token ends it."""
         params = seq.params
         if token == INVALID_LOGITS:
             return self._end(seq, error=RowError("invalid_logits", "the model's output is not a number"))
@@ -180,7 +182,7 @@ class Engine:
             return self._end(seq, "stop")
         if seq.num_known_tokens < seq.max_len:
             return None
-        if seq.max_len < self._longest(seq.request):  # with more memory it would go on
+        if seq.max_len < self._longest(seq.request):  # with more memory the row would go on
             return self._end(seq, error=RowError("kv_cache_too_small", f"the row has outgrown it; {self._room()}"))
         return self._end(seq, "length")
 
@@ -191,7 +193,7 @@ class Engine:
         return f"the KV cache holds {self.capacity}: see --kv-cache-memory"
 
     def _end(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
-        """The completion of a sequence that has ended; it leaves the batch."""
+        """Take a sequence that has ended out of the batch; returns its completion."""
         self.scheduler.pool.remember(seq)
         seq.end()
         self.scheduler.finish(seq)
@@ -210,7 +212,7 @@ class Engine:
 
 
 def step_record(schedule: Schedule, scheduler: Scheduler) -> StepRecord:
-    """A schedule in numbers, before its step is launched."""
+    """Count what a schedule computes; to be called before its step is launched."""
     num_active = num_tokens = num_decode_tokens = num_outputs = num_read_tokens = num_attended = 0
     for chunk in schedule.chunks:
         n, first = chunk.num_tokens, chunk.seq.num_computed_tokens

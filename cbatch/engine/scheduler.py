@@ -1,4 +1,4 @@
-"""What the next step computes."""
+"""The scheduler: decides before every step which tokens of which sequences it computes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Scheduler:
     def __init__(
         self, pool: BlockPool, max_num_batched_tokens: int, max_num_seqs: int, expected_share: float = 1.0
     ) -> None:
-        """`expected_share`: of the tokens that sequences may generate, how many to expect before any has finished."""
+        """`expected_share`: the share of their `max_tokens` that sequences are expected to generate, until some have finished."""
         self.pool = pool
         self._generated, self._allowed = expected_share * _PRIOR_TOKENS, _PRIOR_TOKENS
         self.max_num_batched_tokens, self.max_num_seqs = max_num_batched_tokens, max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.admits = True  # may be set to False when time runs out
-        self._short_of_blocks = False  # since the last preemption nothing has finished
+        self.admits = True  # set to False when time runs out: nothing is admitted any more
+        self._short_of_blocks = False  # a sequence was preempted, and none has finished since
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
@@ -111,7 +111,7 @@ class Scheduler:
         """Move the head of the queue into the batch if there is room."""
         if not self.waiting or len(self.running) == self.max_num_seqs or (self.running and self._short_of_blocks):
             return None
-        if self.waiting[0].num_unknown_tokens:  # preempted a moment ago, its last token is still being computed
+        if self.waiting[0].num_unknown_tokens:  # preempted a moment ago: its last token is still being computed
             return None
         if self.running and self._peak([*self.running, self.waiting[0]]) > self.pool.num_blocks:
             return None

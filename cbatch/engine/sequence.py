@@ -1,4 +1,7 @@
-"""A request being generated. The only mutable noun: where it stands (waiting, running, gone) is its status."""
+"""A sequence: a request that is being generated, with its tokens and its blocks.
+
+A sequence has no status field: whether the scheduler has it waiting, running or not at all is its status.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ UNKNOWN = -1  # stands for a token that a launched step is still computing
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Lengths in tokens; times in seconds of `time.perf_counter`."""
+    """A request being generated. Lengths in tokens; times in seconds of `time.perf_counter`."""
 
     request: Request
     max_len: int  # prompt and completion together
@@ -21,8 +24,8 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)  # prompt, then completion
     num_computed_tokens: int = 0  # leading tokens whose keys and values are in the cache
     block_table: list[int] = field(default_factory=list)
-    num_hashed_blocks: int = 0  # leading blocks that the prefix cache has seen
-    prefix_uid: int = 0  # what the prefix cache calls the last of them
+    num_hashed_blocks: int = 0  # leading blocks that have been filed in the prefix cache
+    prefix_uid: int = 0  # uid of the last of these in the prefix cache
     num_cached_tokens: int | None = None  # found in the prefix cache when first admitted
     num_unknown_tokens: int = 0  # trailing tokens that a launched step is still computing
     first_output: int | None = None  # from this token on, the logits of every token are wanted; None: only the last
@@ -54,9 +57,9 @@ class Sequence:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens that still owe their keys and values: one when it decodes, many when it prefills.
+        """Tokens whose keys and values are still to be computed: one when the sequence decodes, many when it prefills.
 
-        The last token of all owes none.
+        The very last token needs none, because no token comes after it.
         """
         return 0 if len(self.token_ids) == self.max_len else len(self.token_ids) - self.num_computed_tokens
 
@@ -68,18 +71,18 @@ class Sequence:
         return max(int(reaches_end), stop - max(self.num_computed_tokens, self.first_output))
 
     def launch(self, num_tokens: int, samples: bool) -> None:
-        """A step has been launched that computes `num_tokens` and, if it `samples`, one more token, not known yet."""
+        """Record a launched step that computes `num_tokens` and, if it `samples`, draws one token that is not known yet."""
         self.num_computed_tokens += num_tokens
         if samples:
             self.token_ids.append(UNKNOWN)
             self.num_unknown_tokens += 1
 
     def learn(self, token: int) -> None:
-        """The oldest unknown token has become known."""
+        """Set the oldest unknown token."""
         self.token_ids[self.num_known_tokens] = token
         self.num_unknown_tokens -= 1
 
     def end(self) -> None:
-        """Forget the tokens that are still unknown: the sequence ended before them."""
+        """Drop the tokens that are still unknown, because the sequence ended before them."""
         del self.token_ids[self.num_known_tokens :]
         self.num_unknown_tokens = 0

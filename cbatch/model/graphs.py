@@ -17,7 +17,7 @@ from cbatch.model.batch import Batch
 Forward = Callable[[Batch], torch.Tensor]
 
 
-_LARGEST = 1024  # tokens; a larger step computes for longer than it takes to launch, and padding would cost more
+_LARGEST = 1024  # tokens; a larger step computes longer than its launch takes, and padding would cost more
 
 
 class StepGraphs:
@@ -70,7 +70,7 @@ class StepGraphs:
                 return self._forward(batch)
             try:
                 self._recorded[size, decode] = self._record(size, decode)
-            except torch.OutOfMemoryError:  # the graphs there are go on; other sizes run without
+            except torch.OutOfMemoryError:  # the recorded graphs stay in use; other sizes run without
                 self.out_of_memory = True
                 return self._forward(batch)
         self._recorded[size, decode].replay()
@@ -127,7 +127,7 @@ class StepGraphs:
 
 
 def buckets(largest: int) -> list[int]:
-    """Sizes that steps are padded to: 1, 2, 4, then multiples of 8 up to 64, then about an eighth more each."""
+    """The sizes that steps are padded to: 1, 2, 4, then multiples of 8 up to 64, then each about an eighth larger."""
     sizes = [1, 2, 4, *range(8, 65, 8)]
     while sizes[-1] < largest:
         sizes.append(sizes[-1] + max(16, 1 << (sizes[-1].bit_length() - 3)))

@@ -1,4 +1,4 @@
-"""Plain numbers about a run. The engine writes them, the progress view reads them and never calls back."""
+"""Counters of a run. The engine and the job add to them; the progress view and the report read them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a forward pass costs, from the shapes of the model. Matrix multiplications only."""
+    """The cost of a forward pass, counted from the shapes of the model. Matrix multiplications only."""
 
     weight_bytes: int = 0  # read once a step
     flops_per_token: int = 0
@@ -68,13 +68,13 @@ class StepRecord:
 
 @dataclass
 class EngineStats:
-    """What an engine counts. Times in seconds."""
+    """Counters of one engine. Times in seconds."""
 
     cost: ModelCost = field(default_factory=ModelCost)
     first_step_at: float | None = None
     prefill_tokens: int = 0  # computed, recomputed ones included
     decode_tokens: int = 0
-    generated_tokens: int = 0  # sampled, those of rows that still run included
+    generated_tokens: int = 0  # drawn, also for rows that still run
     cached_tokens: int = 0
     steps: int = 0
     busy_seconds: float = 0.0  # inside steps
@@ -122,7 +122,7 @@ class EngineStats:
         self.inter_token.add(seconds)
 
     def at_rest(self) -> EngineStats:
-        """The same of an engine that is no more."""
+        """These counters for an engine that has ended: nothing runs or waits in it any more."""
         return replace(self, running=0, waiting=0, max_num_seqs=0, kv_used=0.0)
 
 
@@ -170,18 +170,18 @@ class RunStats(EngineStats):
         return self.rows_ok + self.rows_failed
 
     def row_seconds(self) -> float:
-        """How long a row runs, by Little's law: rows at a time over rows ended a second. A running one counts half."""
+        """How long a row runs, in seconds, by Little's law: rows at once / rows ended a second. A running row counts half."""
         ended = self.rows_ok + self.running / 2
         return self.occupancy / self.steps * self.busy_seconds / ended if self.steps and ended else 0.0
 
     def gather(self, parts: list[EngineStats]) -> None:
-        """Be what engines in other processes have counted together."""
-        for one in fields(EngineStats):
-            setattr(self, one.name, self._together(one.name, [getattr(part, one.name) for part in parts]))
+        """Replace the counters of the engine by the sums over engines in other processes."""
+        for counter in fields(EngineStats):
+            setattr(self, counter.name, self._together(counter.name, [getattr(part, counter.name) for part in parts]))
 
     def _together(self, name: str, values: list[Any]) -> Any:
         if name == "cost":
-            return max(values, key=lambda cost: cost.weight_bytes)  # of one that has not loaded yet there is none
+            return max(values, key=lambda cost: cost.weight_bytes)  # an engine that has not loaded yet has no cost
         if name == "first_step_at":
             return min((value for value in values if value is not None), default=None)
         if name == "kv_used_most":
