@@ -59,7 +59,7 @@ def first_stop(ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> 
     """The fewest tokens whose whole text holds a stop text behind the first `min_tokens` tokens."""
     for count in range(min_tokens + 1, len(ids) + 1):
         text, start = decode(ids[:count]), len(decode(ids[:min_tokens]))
-        if any(text.find(one, start) >= 0 for one in stop):
+        if any(text.find(ending, start) >= 0 for ending in stop):
             return count
     return None
 
@@ -122,9 +122,9 @@ def test_random_tokens_stop_with_the_text_that_one_decode_gives(
     count, before = stopped_at(ids, stop, min_tokens)
     taken = ids if count is None else ids[:count]
     whole, start = decode(taken), len(decode(taken[:min_tokens]))
-    places = [whole.find(one, start) for one in stop if whole.find(one, start) >= 0]
+    places = [place for place in (whole.find(ending, start) for ending in stop) if place >= 0]
     assert before == (whole[: min(places)] if places else None)
-    wanted = first_stop(ids, [one for one in stop if one != "\ufffd"], min_tokens)
+    wanted = first_stop(ids, [ending for ending in stop if ending != "\ufffd"], min_tokens)
     if wanted is not None:
         assert count is not None
         assert count <= wanted + 3  # text is held back for no longer than a character can be
@@ -148,9 +148,9 @@ def test_a_tokenizer_that_strips_the_first_space_of_a_text(ids: list[int], stop:
         if finder.add(token):
             break
     whole = spaced_decode(taken)
-    places = [whole.find(one) for one in stop if one in whole]
+    places = [whole.find(ending) for ending in stop if ending in whole]
     assert finder.cut(whole) == (whole[: min(places)] if places else None)
-    complete = [n for n in range(1, len(ids) + 1) if any(one in spaced_decode(ids[:n]) for one in stop)]
+    complete = [n for n in range(1, len(ids) + 1) if any(ending in spaced_decode(ids[:n]) for ending in stop)]
     if complete:
         assert len(taken) <= complete[0] + 3
 

@@ -32,10 +32,10 @@ def row(number: int = 0, source: str = "in.jsonl", **data: Any) -> Row:
     return Row(source, number, f"{source}:{number + 1}", data, 5)
 
 
-def kind_of(build: PromptBuilder, one: Row) -> str:
+def kind_of(build: PromptBuilder, bad: Row) -> str:
     with pytest.raises(RowError) as caught:
-        build(one)
-    assert str(caught.value).startswith(f"{one.where}: ")
+        build(bad)
+    assert str(caught.value).startswith(f"{bad.where}: ")
     return caught.value.kind
 
 
@@ -187,19 +187,19 @@ def test_jsonl_and_parquet_give_the_same_prompt_ids(tmp_path: Path) -> None:
     image = [[{"role": "user", "content": [{"type": "image", "url": "u"}]}]]
     build = builder(TOOLS_TEMPLATE, context=4000)
     for name, rows, bad in (("plain", conversations, 0), ("parts", parts + image, 1)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in rows))
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
         pq.write_table(pa.table({"messages": rows}), tmp_path / f"{name}.parquet")
         results = [
-            [_ids_or_kind(build, one) for one in read(resolve([str(tmp_path / f"{name}.{suffix}")]))]
+            [_ids_or_kind(build, found) for found in read(resolve([str(tmp_path / f"{name}.{suffix}")]))]
             for suffix in ("jsonl", "parquet")
         ]
         assert results[0] == results[1]
-        assert sum(isinstance(one, str) for one in results[0]) == bad
+        assert sum(isinstance(result, str) for result in results[0]) == bad
 
 
-def _ids_or_kind(build: PromptBuilder, one: Row) -> list[int] | str:
+def _ids_or_kind(build: PromptBuilder, found: Row) -> list[int] | str:
     try:
-        return build(one).token_ids
+        return build(found).token_ids
     except RowError as error:
         return error.kind
 
@@ -231,10 +231,10 @@ def test_messages_for_a_model_without_a_template_are_an_error_of_their_row() -> 
 
 def test_the_row_itself_is_not_changed() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": None}]
-    one = row(messages=messages)
-    before = json.dumps(one.data)
-    builder(system="s")(one)
-    assert json.dumps(one.data) == before
+    original = row(messages=messages)
+    before = json.dumps(original.data)
+    builder(system="s")(original)
+    assert json.dumps(original.data) == before
 
 
 # BOS
@@ -252,9 +252,9 @@ def bos_tokenizer(template: str | None = None) -> Any:
 def test_a_conversation_has_exactly_the_bos_of_its_template() -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     build = builder(tokenizer=bos_tokenizer(template))
-    for one in (row(prompt="ab"), row(messages=[{"role": "user", "content": "ab"}])):
-        assert build(one).token_ids.count(1) == 1
-        assert build.render(one) == "<|im_start|>ab"
+    for chat_row in (row(prompt="ab"), row(messages=[{"role": "user", "content": "ab"}])):
+        assert build(chat_row).token_ids.count(1) == 1
+        assert build.render(chat_row) == "<|im_start|>ab"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_settings_that_contradict_the_model_are_refused() -> None:
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_a_template_makes_the_prompt_of_all_columns(tmp_path: Path, inline: bool) -> None:
-    text = "To {{ language | upper }}: {{ text }}{% for one in tags %} #{{ one.name }}{% endfor %}"
+    text = "To {{ language | upper }}: {{ text }}{% for tag in tags %} #{{ tag.name }}{% endfor %}"
     path = tmp_path / "template.txt"
     path.write_text(text + " \u00fc", encoding="utf-8")
     data = {"prompt": "ignored", "messages": [], "text": "h\u00e9", "language": "en", "tags": [{"name": "x"}]}
@@ -319,7 +319,7 @@ def test_an_undefined_column_is_named() -> None:
 
 def test_a_template_may_ask_whether_a_column_is_there() -> None:
     build = builder(template="{% if a is defined and a %}{{ a }}{% else %}none{% endif %}", chat=False)
-    assert [build.render(one) for one in (row(a="x"), row(b=1), row(a=None))] == ["x", "none", "none"]
+    assert [build.render(case) for case in (row(a="x"), row(b=1), row(a=None))] == ["x", "none", "none"]
     assert builder(template="{{ a or '' }}{{ b }}", chat=False).render(row(a=None, b=0)) == "0"
 
 
@@ -370,7 +370,7 @@ def test_truncation_in_the_smallest_contexts(context: int) -> None:
         assert len(builder(truncate=side, context=context)(row(token_ids=[5] * 9)).token_ids) in range(1, context)
 
 
-# Sampling parameters and random streams
+# Sampling parameters and random keys
 
 
 def test_a_row_may_override_the_job() -> None:
@@ -387,40 +387,42 @@ def test_parameters_that_are_wrong_are_an_error_of_their_row(params: Any) -> Non
     assert kind_of(builder(), row(prompt="a", params=params)) == "invalid_params"
 
 
-def test_rows_have_streams_of_their_own_that_follow_their_id() -> None:
+def test_rows_have_random_keys_of_their_own_that_follow_their_id() -> None:
     build = builder()
     ids: list[Any] = ["a", "b", 1, "1", 2]
-    streams = [build(row(number, id=one, prompt="p")).random_key for number, one in enumerate(ids)]
-    assert len(set(streams)) == len(ids)
-    assert all(0 <= stream < 2**64 for stream in streams)
+    keys = [build(row(number, id=row_id, prompt="p")).random_key for number, row_id in enumerate(ids)]
+    assert len(set(keys)) == len(ids)
+    assert all(0 <= key < 2**64 for key in keys)
     build = builder()
-    moved = [build(row(9 - number, "other.jsonl", id=one, prompt="q")).random_key for number, one in enumerate(ids)]
-    assert moved == streams
+    moved = [
+        build(row(9 - number, "other.jsonl", id=row_id, prompt="q")).random_key for number, row_id in enumerate(ids)
+    ]
+    assert moved == keys
 
 
 def test_rows_without_an_id_are_known_by_their_place() -> None:
     build = builder()
     places = [(0, "a.jsonl"), (1, "a.jsonl"), (0, "b.jsonl")]
-    streams = [build(row(number, source, prompt="p")).random_key for number, source in places]
-    assert len(set(streams)) == 3
+    keys = [build(row(number, source, prompt="p")).random_key for number, source in places]
+    assert len(set(keys)) == 3
     build = builder()
-    assert [build(row(number, f"moved/{source}", prompt="p")).random_key for number, source in places] == streams
-    assert builder()(row(0, "a.jsonl", prompt="p", id=None)).random_key == streams[0]
+    assert [build(row(number, f"moved/{source}", prompt="p")).random_key for number, source in places] == keys
+    assert builder()(row(0, "a.jsonl", prompt="p", id=None)).random_key == keys[0]
 
 
 def test_copies_of_a_row_differ_and_a_resumed_job_draws_the_same() -> None:
     rows = [row(number, id="same", prompt="p") for number in range(50)]
     rows += [row(0, f"{folder}/data.jsonl", prompt="p") for folder in ("train", "test")]
     build, resumed = builder(), builder()
-    streams = [build(one).random_key for one in rows]
-    assert len(set(streams)) == len(rows)
-    for one in rows[:-1]:
-        resumed.skip(one)
-    assert resumed(rows[-1]).random_key == streams[-1]
+    keys = [build(copy).random_key for copy in rows]
+    assert len(set(keys)) == len(rows)
+    for done in rows[:-1]:
+        resumed.skip(done)
+    assert resumed(rows[-1]).random_key == keys[-1]
 
 
-def test_a_seed_of_a_row_decides_its_stream_alone() -> None:
+def test_a_seed_of_a_row_decides_its_random_key_alone() -> None:
     build = builder()
-    streams = {seed: build(row(0, prompt="p", params={"seed": seed})).random_key for seed in (0, 1, -1, 2**70)}
-    assert len(set(streams.values())) == 4
-    assert build(row(5, id="x", prompt="q", params={"seed": 1})).random_key == streams[1]
+    keys = {seed: build(row(0, prompt="p", params={"seed": seed})).random_key for seed in (0, 1, -1, 2**70)}
+    assert len(set(keys.values())) == 4
+    assert build(row(5, id="x", prompt="q", params={"seed": 1})).random_key == keys[1]

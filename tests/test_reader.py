@@ -17,13 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.config import OutputConfig
-from cbatch.errors import RowError, UsageError
 from cbatch.output.record import dumps
-from cbatch.output.target import Target
 from cbatch.rows import lines
 from cbatch.rows.inputs import resolve
-from cbatch.rows.json_object import parse_object
 from cbatch.rows.reader import UNKNOWN_DIGEST, Source, read
 from cbatch.rows.request import Row
 
@@ -120,43 +116,6 @@ def test_a_bad_line_is_a_problem_of_its_row_only(tmp_path: Path, bad: bytes, kin
     assert rows[2].data == {"n": 2}
 
 
-def test_nesting_up_to_the_limit_passes_through_every_stage() -> None:
-    text = '{"a": ' + '{"b": ' * 99 + "[" * 99 + '"\\ud800"' + "]" * 99 + "}" * 99 + "}"
-    assert len(dumps(parse_object(text))) > 500
-
-
-def test_many_brackets_that_are_not_nested_are_fine() -> None:
-    assert len(parse_object('{"a": [' + "[]," * 5000 + '{}], "b": "' + "[{" * 5000 + '"}')["a"]) == 5001
-
-
-def test_numbers_keep_their_value() -> None:
-    text = '{"big": 123456789012345678901234567890, "small": -0.0, "int": 1, "float": 1.0, "tiny": 5e-324}'
-    assert json.dumps(parse_object(text)) == text
-
-
-def test_the_last_of_equal_keys_counts() -> None:
-    assert parse_object('{"a": 1, "a": 2}') == {"a": 2}
-
-
-@pytest.mark.parametrize(
-    ("escaped", "text"),
-    [
-        (r"\ud83d", "\ufffd"),
-        (r"\ude00", "\ufffd"),
-        (r"a\ud83dz", "a\ufffdz"),
-        (r"\ude00\ud83d", "\ufffd\ufffd"),
-        (r"\ud83d\ude00", "\U0001f600"),
-        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
-        (r"\uD83D\uDE00", "\U0001f600"),
-        (r"\\ud83d", "\\ud83d"),
-        (r"\ufeffx\ud83d", "\ufeffx\ufffd"),
-    ],
-)
-def test_half_a_surrogate_pair_becomes_a_replacement_character(escaped: str, text: str) -> None:
-    line = f'{{"prompt": "{escaped}", "id": "{escaped}", "m": [{{"k": ["{escaped}"]}}], "{escaped}": 1}}'
-    assert parse_object(line) == {"prompt": text, "id": text, "m": [{"k": [text]}], text: 1}
-
-
 def test_a_line_above_the_limit_is_a_problem_of_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "_MAX_LINE", 1024)
     for length in (1025, 1026, 2047, 2048, 2049, 5000):
@@ -172,20 +131,6 @@ def test_a_line_above_the_limit_is_a_problem_of_its_row_only(tmp_path: Path, mon
 def test_a_line_of_20_megabytes_is_read(tmp_path: Path) -> None:
     content = b'{"a": "' + b"x" * 20_000_000 + b'"}\n'
     assert [len(data["a"]) for data in data_of(tmp_path / "in.jsonl", content)] == [20_000_000]
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
-    max_leaves=10,
-)
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.dictionaries(st.text(max_size=5), json_values, max_size=5), st.booleans())
-def test_any_object_is_read_as_the_standard_library_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
-    text = json.dumps(value, ensure_ascii=ascii_only)
-    assert parse_object(text) == json.loads(text) == value
 
 
 @settings(deadline=None, max_examples=200)
@@ -268,7 +213,8 @@ def test_a_file_cut_while_it_is_read_ends_in_a_problem(tmp_path: Path, suffix: s
 def test_a_file_that_is_removed_or_grows_while_it_is_read_is_read_to_its_end(
     tmp_path: Path, change: Callable[[Path], Any]
 ) -> None:
-    path = _file(tmp_path / "in.jsonl", b"".join(map(line, range(9_000))))
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join(map(line, range(9_000))))
     rows = read(resolve([str(path)]))
     next(rows)
     change(path)
@@ -306,7 +252,9 @@ def test_skip_and_limit_count_over_all_sources(tmp_path: Path) -> None:
 
 
 def test_each_row_names_its_source_and_its_position_there(tmp_path: Path) -> None:
-    a, b = _file(tmp_path / "a.jsonl"), _file(tmp_path / "b.jsonl")
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (a, b):
+        path.write_bytes(line(0) + line(1))
     assert [(row.source, row.index) for row in read(resolve([str(b), str(a)]))] == [
         (str(b), 0),
         (str(b), 1),
@@ -315,126 +263,13 @@ def test_each_row_names_its_source_and_its_position_there(tmp_path: Path) -> Non
     ]
 
 
-def _file(path: Path, content: bytes = b'{"n": 0}\n{"n": 1}\n') -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
-
-
-def names_of(*inputs: object, output: Path | None = None) -> list[str]:
-    return [Path(source.name).name for source in resolve(list(map(str, inputs)), owned_by(output))]
-
-
-def owned_by(output: Path | None) -> Callable[[Path], bool]:
-    """Tells which files belong to the output of a job."""
-    return Target(OutputConfig(output=str(output))).owns if output else lambda _: False
-
-
-def test_a_folder_gives_its_files_in_order_without_hidden_and_foreign_ones(tmp_path: Path) -> None:
-    for name in (
-        "b.jsonl",
-        "a.ndjson",
-        "sub/c.txt",
-        "d.jsonl.gz",
-        ".hidden.jsonl",
-        ".cbatch/e.jsonl",
-        "f.json",
-        "g.md",
-    ):
-        _file(tmp_path / name)
-    assert names_of(tmp_path) == ["a.ndjson", "b.jsonl", "d.jsonl.gz", "c.txt"]
-
-
-def test_a_folder_below_a_hidden_one_may_be_named(tmp_path: Path) -> None:
-    _file(tmp_path / ".data/in.jsonl")
-    assert names_of(tmp_path / ".data") == ["in.jsonl"]
-
-
-def test_patterns(tmp_path: Path) -> None:
-    for name in ("part-1.jsonl", "part-2.jsonl", "part-10.jsonl", "x/part-3.jsonl", ".part-4.jsonl"):
-        _file(tmp_path / name)
-    assert names_of(tmp_path / "part-?.jsonl") == ["part-1.jsonl", "part-2.jsonl"]
-    assert names_of(tmp_path / "**" / "part-*.jsonl") == [f"part-{n}.jsonl" for n in (1, 10, 2, 3)]
-    assert names_of(tmp_path / "part-[!1]*.jsonl") == ["part-2.jsonl"]
-
-
-def test_a_file_with_a_pattern_or_a_question_mark_in_its_name_is_that_file(tmp_path: Path) -> None:
-    for name in ("what?.jsonl", "[a].jsonl", "a.jsonl"):
-        _file(tmp_path / name)
-    assert names_of(tmp_path / "what?.jsonl", tmp_path / "[a].jsonl") == ["what?.jsonl", "[a].jsonl"]
-
-
-@pytest.mark.parametrize("again", ["in.jsonl", "sub/../in.jsonl", "*.jsonl", ".", "link.jsonl"])
-def test_the_same_file_twice_is_refused(tmp_path: Path, again: str) -> None:
-    path = _file(tmp_path / "in.jsonl")
-    (tmp_path / "sub").mkdir()
-    if again == "link.jsonl":
-        (tmp_path / again).symlink_to(path)
-    with pytest.raises(UsageError, match="named twice"):
-        resolve([str(path), str(tmp_path / again)])
-
-
-def test_standard_input_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="named twice"):
-        resolve(["-", "-"])
-
-
-def test_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(UsageError, match="closed"):
-        resolve(["-"])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("missing.jsonl", "no such file"),
-        ("*.ndjson", "no file matches"),
-        ("empty", "holds no file"),
-        ("data.json", "unknown kind"),
-        ("data.csv", "unknown kind"),
-        ("data.parquet.gz", "unknown kind"),
-        ("bad.parquet", "can't be read"),
-        ("empty.parquet", "can't be read"),
-        ("x" * 300, "can't be opened"),
-    ],
-)
-def test_an_input_that_can_not_be_opened_is_named(tmp_path: Path, name: str, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-    for file in ("data.json", "data.csv", "data.parquet.gz"):
-        _file(tmp_path / file)
-    _file(tmp_path / "bad.parquet", b"PAR1 this is not Parquet PAR1")
-    _file(tmp_path / "empty.parquet", b"")
-    with pytest.raises(UsageError, match=message) as caught:
-        resolve([str(tmp_path / name)])
-    assert name[:50] in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folder_or_a_pattern_leaves_out_the_output(tmp_path: Path) -> None:
-    _file(tmp_path / "in.jsonl")
-    _file(tmp_path / "out/part-00000.jsonl")
-    _file(tmp_path / "done.jsonl")
-    assert names_of(tmp_path, output=tmp_path / "out") == ["done.jsonl", "in.jsonl"]
-    assert names_of(tmp_path / "*.jsonl", output=tmp_path / "done.jsonl") == ["in.jsonl"]
-    (tmp_path / "link").symlink_to(tmp_path / "out")
-    assert names_of(tmp_path / "**" / "*.jsonl", output=tmp_path / "link") == ["done.jsonl", "in.jsonl"]
-
-
-def test_a_named_input_that_would_be_overwritten_is_refused(tmp_path: Path) -> None:
-    single, shard = _file(tmp_path / "in.jsonl"), _file(tmp_path / "out/part-00000.jsonl")
-    (tmp_path / "link.jsonl").symlink_to(single)
-    for name, output in ((single, single), (single, tmp_path / "link.jsonl"), (shard, tmp_path / "out")):
-        with pytest.raises(UsageError, match="overwritten"):
-            resolve([str(name)], owned_by(output))
-    assert names_of(single, output=tmp_path) == ["in.jsonl"]
-
-
 def test_counting_lines_without_parsing_them(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     for content, expected in ((b"", 0), (b"{}\n", 1), (b"{}", 1), (b"{}\n{}", 2), (b"{}\n{}\n", 2)):
-        assert resolve([str(_file(path, content))])[0].count() == expected
-    assert resolve([str(_file(tmp_path / "in.jsonl.gz", gzip.compress(b"{}")))])[0].count() is None
+        path.write_bytes(content)
+        assert resolve([str(path)])[0].count() == expected
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    assert resolve([str(tmp_path / "in.jsonl.gz")])[0].count() is None
     pq.write_table(pa.table({"a": [1, 2, 3]}), tmp_path / "in.parquet")
     assert resolve([str(tmp_path / "in.parquet")])[0].count() == 3
 
@@ -540,115 +375,3 @@ def test_a_damaged_data_page_ends_the_reading_with_a_problem(tmp_path: Path) -> 
     rows = rows_of(path, bytes(content))
     assert rows[-1].problem
     assert rows[-1].problem.kind == "read_error"
-
-
-# Datasets
-
-
-def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
-    import datasets
-
-    data = {"id": [1, 2], "prompt": ["a", "b"], "messages": [[{"role": "user", "content": "x"}], []]}
-    datasets.Dataset.from_dict(data).save_to_disk(str(tmp_path / "saved"))
-    (source,) = resolve([str(tmp_path / "saved")])
-    assert source.count() == 2
-    assert [row.data["prompt"] for row in source.rows()] == ["a", "b"]
-    assert next(source.rows()).data == {name: values[0] for name, values in data.items()}
-
-
-def test_a_saved_dataset_with_splits_needs_one_named(tmp_path: Path) -> None:
-    import datasets
-
-    folder = str(tmp_path / "saved")
-    splits = {name: datasets.Dataset.from_dict({"prompt": [name]}) for name in ("train", "test")}
-    datasets.DatasetDict(splits).save_to_disk(folder)
-    assert [row.data for row in read(resolve([folder + "?split=test"]))] == [{"prompt": "test"}]
-    assert len(resolve([folder + "?split=test", folder + "?split=train"])) == 2
-    for name in (folder, folder + "?split=dev", folder + "?other=1"):
-        with pytest.raises(UsageError, match="train, test"):
-            resolve([name])
-
-
-def test_a_folder_that_only_looks_like_a_dataset_is_refused(tmp_path: Path) -> None:
-    _file(tmp_path / "state.json", b"{}")
-    with pytest.raises(UsageError, match="dataset"):
-        resolve([str(tmp_path)])
-
-
-def test_a_saved_dataset_is_read_as_it_is_stored_whatever_its_format(tmp_path: Path) -> None:
-    import datasets
-
-    data = {"prompt": ["a", "b"], "token_ids": [[1, 2], [3]], "image": [{"bytes": b"x", "path": None}] * 2}
-    saved = datasets.Dataset.from_dict(data).with_format("numpy", columns=["token_ids"])
-    saved.save_to_disk(str(tmp_path / "saved"))
-    found = data_of(tmp_path / "saved")
-    assert [one["prompt"] for one in found] == data["prompt"]
-    assert [one["token_ids"] for one in found] == data["token_ids"]
-    assert found[0]["image"] == {"bytes": "eA==", "path": None}
-
-
-def test_a_split_of_a_dataset_without_splits_is_refused(tmp_path: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_dict({"prompt": ["a"]}).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UsageError, match="no splits"):
-        resolve([str(tmp_path / "saved") + "?split=train"])
-
-
-class FakeHub:
-    """Stands where datasets.load_dataset is: remembers what it was asked for and streams some rows."""
-
-    features = None
-
-    def __init__(self, rows: list[Any], error: Exception | None = None) -> None:
-        self.rows, self.error, self.asked = rows, error, ()
-
-    def __call__(self, path: str, name: str | None, *, split: str, revision: str | None, streaming: bool) -> Any:
-        self.asked = (path, name, split, revision, streaming)
-        if self.error:
-            raise self.error
-        return self
-
-    def __iter__(self) -> Any:
-        for row in self.rows:
-            if isinstance(row, Exception):
-                raise row
-            yield row
-
-
-@pytest.mark.parametrize(
-    ("name", "asked"),
-    [
-        ("hf://org/data", ("org/data", None, "train", None, True)),
-        ("hf://data", ("data", None, "train", None, True)),
-        ("hf://org/data?split=test", ("org/data", None, "test", None, True)),
-        ("hf://org/data?config=en&split=train[:9]&revision=v1", ("org/data", "en", "train[:9]", "v1", True)),
-    ],
-)
-def test_a_hub_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch, name: str, asked: tuple[Any, ...]) -> None:
-    hub = FakeHub([{"prompt": "a"}, {"prompt": "b", "when": datetime(2024, 1, 1)}])
-    monkeypatch.setattr("datasets.load_dataset", hub)
-    (source,) = resolve([name])
-    assert hub.asked == asked
-    assert source.count() is None
-    assert [row.data for row in source.rows()] == [{"prompt": "a"}, {"prompt": "b", "when": "2024-01-01T00:00:00"}]
-    assert [(row.source, row.index) for row in source.rows()] == [(name, 0), (name, 1)]
-
-
-def test_an_unknown_option_of_a_hub_dataset_is_refused() -> None:
-    with pytest.raises(UsageError, match="'splt'"):
-        resolve(["hf://org/data?splt=test"])
-
-
-def test_a_hub_that_can_not_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.load_dataset", FakeHub([], ConnectionError("no route\nto host")))
-    with pytest.raises(UsageError, match=r"hf://org/data: can't be opened: no route$"):
-        resolve(["hf://org/data"])
-
-
-def test_a_stream_that_breaks_off_ends_in_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.load_dataset", FakeHub([{"n": 0}, RuntimeError("peer closed connection")]))
-    rows = list(read(resolve(["hf://org/data"])))
-    assert [row.data for row in rows] == [{"n": 0}, {}]
-    assert isinstance(rows[1].problem, RowError)
-    assert "peer closed connection" in str(rows[1].problem)
