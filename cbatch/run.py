@@ -131,7 +131,7 @@ class Job:
         def deliver(completion: Completion) -> None:
             writer.put(completion)
             self.stats.finished(completion)
-            if completion.error and self.stats.rows_failed <= _SHOWN_ERRORS:
+            if completion.error and self.stats.num_rows_failed <= _SHOWN_ERRORS:
                 self.progress.note(f"{completion.error.kind}: {completion.error}")
 
         rows = read(self.sources, config.input.skip, config.input.limit, passed=builder.skip)
@@ -181,7 +181,7 @@ class Job:
             shards.replace(self.settings)
         journal.forget_summary()
         done = Done(len(self.sources)) if shards.starts_anew else shards.resume(output.retry_failed)
-        self.stats.rows_earlier, self.stats.rows_earlier_failed = done.num_rows, done.num_failed
+        self.stats.num_rows_earlier, self.stats.num_rows_earlier_failed = done.num_rows, done.num_failed
         return done
 
     def _requests(self, builder: PromptBuilder, done: Done | None) -> Callable[[Row], Request | None]:
@@ -260,14 +260,14 @@ class Job:
             known = [one for one in counts if one is not None]
             if len(known) == len(counts):
                 parts = spans(known, self.config.input.skip, self.config.input.limit)
-                self.stats.rows_total = sum(self.rank.count(source, rows) for source, rows in enumerate(parts))
+                self.stats.num_rows = sum(self.rank.count(source, rows) for source, rows in enumerate(parts))
 
         threading.Thread(target=count, name="counter", daemon=True).start()
 
     def _report(self, finished: bool) -> int:
         stats, journal = self.stats, self.journal
         if finished:
-            stats.rows_total = stats.rows_earlier + stats.rows_done
+            stats.num_rows = stats.num_rows_earlier + stats.num_rows_done
         limits: dict[str, float] = {}
         if self.facts and finished:
             from cbatch.model.ceilings import ceilings
@@ -292,7 +292,7 @@ class Job:
                 note = f"{self.deadline.reason}: everything finished is on disk; run the same command again to go on."
                 self.progress.note(note)
             return INTERRUPTED
-        return SOME_FAILED if stats.rows_failed or stats.rows_earlier_failed else OK
+        return SOME_FAILED if stats.num_rows_failed or stats.num_rows_earlier_failed else OK
 
     def _last_words(self) -> None:
         """The process ends in a moment, in the middle of what the main thread does."""

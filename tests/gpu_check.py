@@ -382,7 +382,7 @@ def equality(check: Check, family: str, depth: int, graphs: bool) -> str:
     wrong = [row for row, tokens in _WANTED[family].items() if list(done[row].outputs[0].token_ids) != tokens]
     if wrong:
         raise AssertionError(f"{len(wrong)} of {count} rows differ: {wrong[:8]}")
-    return f"{count} rows equal, {engine.stats.preemptions} preemptions"
+    return f"{count} rows equal, {engine.stats.num_preemptions} preemptions"
 
 
 SHAPES = {

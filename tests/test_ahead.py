@@ -61,8 +61,8 @@ def test_rows_are_the_same_one_step_ahead(model: Any, kind: str) -> None:
         assert [replace(one, num_cached_tokens=0) for one in ahead] == [
             replace(one, num_cached_tokens=0) for one in behind
         ]
-        preemptions += engine.stats.preemptions
-        discarded += engine.stats.decode_tokens - engine_behind.stats.decode_tokens
+        preemptions += engine.stats.num_preemptions
+        discarded += engine.stats.num_decode_tokens - engine_behind.stats.num_decode_tokens
     assert discarded > 0
     assert preemptions > 0 or kind != "continuous"
 
@@ -78,7 +78,7 @@ def test_a_row_that_ends_in_a_launched_step_costs_one_token(model: Any) -> None:
         engine.depth = depth
         (done,) = run(engine, [make_request(0, [5, 6, 7], max_tokens=10)])
         assert (done.token_ids, done.finish_reason) == (alone.token_ids[:1], "stop")
-        steps[depth] = engine.stats.steps
+        steps[depth] = engine.stats.num_steps
     assert steps == {0: 2, 1: 3}
 
 
@@ -87,4 +87,4 @@ def test_a_row_that_ends_by_its_length_costs_no_token_more(model: Any) -> None:
         engine = make_engine(model)
         engine.depth = depth
         run(engine, [make_request(0, [5, 6, 7], max_tokens=4)])
-        assert engine.stats.steps == 4
+        assert engine.stats.num_steps == 4

@@ -46,7 +46,7 @@ def test_unused_slots_of_the_cache_may_hold_anything(prefix_caching: bool) -> No
     for fill in (0.0, float("nan"), float("inf"), float("-inf"), 1e4):
         engine = make_engine(ROUTED, num_blocks=18, fill=fill, prefix_caching=prefix_caching)
         outcomes.append([outcome(completion) for completion in run(engine, requests)])
-        assert engine.stats.preemptions > 0
+        assert engine.stats.num_preemptions > 0
     assert outcomes[1:] == outcomes[:1] * 4
     assert [list(tokens) for tokens, *_ in outcomes[0]] == [greedy(r.token_ids, 9) for r in requests]
 
@@ -58,11 +58,11 @@ def test_rows_under_pressure_equal_rows_with_ample_memory_and_single_rows() -> N
     requests = [make_request(n, prompt(RNG.randint(10, 50), n), max_tokens=32) for n in range(12)]
     ample = make_engine(ROUTED, num_blocks=400, budget=40)
     expected = [outcome(completion) for completion in run(ample, requests)]
-    assert ample.stats.preemptions == 0
+    assert ample.stats.num_preemptions == 0
     for num_blocks, budget in ((24, 40), (24, 7), (60, 90)):
         tight = make_engine(ROUTED, num_blocks=num_blocks, budget=budget)
         assert [outcome(completion) for completion in run(tight, requests)] == expected
-        assert tight.stats.preemptions > 0
+        assert tight.stats.num_preemptions > 0
     for request, (tokens, *_) in zip(requests, expected, strict=True):
         assert list(tokens) == greedy(request.token_ids, 32)
 
@@ -99,7 +99,7 @@ def test_sampled_rows_survive_preemption() -> None:
     ]
     ample, tight = make_engine(ROUTED, num_blocks=400, eos={7, 9}), make_engine(ROUTED, num_blocks=22, eos={7, 9})
     assert [*map(outcome, run(ample, requests))] == [*map(outcome, run(tight, requests))]
-    assert tight.stats.preemptions > ample.stats.preemptions == 0
+    assert tight.stats.num_preemptions > ample.stats.num_preemptions == 0
 
 
 # What can't fit
@@ -136,7 +136,7 @@ def test_two_rows_of_60_percent_of_the_pool_both_complete(kind: str) -> None:
     engine = make_engine(ROUTED, num_blocks=20, kind=kind)
     for request, completion in zip(requests, run(engine, requests), strict=True):
         assert list(completion.token_ids) == greedy(request.token_ids, 38)
-    assert engine.stats.preemptions <= 1
+    assert engine.stats.num_preemptions <= 1
 
 
 # Where a completion ends
@@ -287,7 +287,7 @@ def test_a_shared_prefix_is_computed_once_and_generated_tokens_are_found_too() -
     assert [c.num_cached_tokens for c in completions] == [0, 24, 8]
     assert list(completions[1].token_ids) == greedy(longer, 5)
     assert list(completions[2].token_ids) == greedy(longer[:12], 3)
-    assert engine.stats.cached_tokens == 32
+    assert engine.stats.num_cached_tokens == 32
 
 
 # Faults inside
@@ -401,8 +401,8 @@ def test_counts_of_a_run_agree_with_its_rows() -> None:
     engine = make_engine(ROUTED, budget=1000, prefix_caching=False)
     completions = run(engine, requests)
     stats = engine.stats
-    assert stats.prefill_tokens == sum(c.num_prompt_tokens for c in completions) == 36
-    assert stats.decode_tokens == sum(len(c.token_ids) - 1 for c in completions) == 24
-    assert stats.steps == 5
+    assert stats.num_prefill_tokens == sum(c.num_prompt_tokens for c in completions) == 36
+    assert stats.num_decode_tokens == sum(len(c.token_ids) - 1 for c in completions) == 24
+    assert stats.num_steps == 5
     assert stats.occupancy == 30
     assert engine.stats.ttft.percentile(0.5) is not None

@@ -45,7 +45,7 @@ def check_against_transformers(config: Any, rng: random.Random, num_rows: int = 
     for request, completion in zip(requests, run(engine, requests), strict=True):
         assert list(completion.token_ids) == generate(own, request.token_ids, request.params.max_tokens)
         assert completion.finish_reason == "length"
-    assert engine.stats.preemptions > 0
+    assert engine.stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])

@@ -144,8 +144,8 @@ def test_preempted_and_shared_blocks_of_the_c_kernels_hold_what_transformers_com
     engine, requests = make_engine(model, num_blocks=13, block_size=32, budget=45), shared_beginnings()
     for one, done in zip(requests, run(engine, requests), strict=True):
         assert list(done.token_ids) == generate(own, one.token_ids, 50)
-    assert engine.stats.preemptions > 0
-    assert engine.stats.cached_tokens > 0
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8])
@@ -165,6 +165,6 @@ def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(
     for num_blocks, budget, most in ((99, 999, 10), (13, 45, 10), (99, 7, 1)):
         engine = make_engine(model, num_blocks, 32, budget, most, layers=layers, cache_dtype=cache_dtype)
         outcomes.append([done.token_ids for done in run(engine, requests)])
-        assert (engine.stats.preemptions > 0) == (num_blocks == 13)
-        assert (engine.stats.cached_tokens > 0) == (budget < 999)
+        assert (engine.stats.num_preemptions > 0) == (num_blocks == 13)
+        assert (engine.stats.num_cached_tokens > 0) == (budget < 999)
     assert outcomes[1:] == outcomes[:1] * 2

@@ -24,15 +24,15 @@ def busy(**values: Any) -> RunStats:
     defaults: dict[str, Any] = {
         **{"started_at": time.perf_counter() - 50, "first_completion_at": time.perf_counter() - 45},
         **{
-            "rows_total": 1_000,
-            "rows_ok": 199,
-            "rows_failed": 1,
-            "steps": 900,
+            "num_rows": 1_000,
+            "num_rows_ok": 199,
+            "num_rows_failed": 1,
+            "num_steps": 900,
             "busy_seconds": 40.0,
-            "prefill_tokens": 5_000,
+            "num_prefill_tokens": 5_000,
         },
-        **{"decode_tokens": 9_000, "running": 17, "waiting": 3, "max_num_seqs": 32, "kv_used": 0.47},
-        **{"preemptions": 4, "cached_tokens": 1_234},
+        **{"num_decode_tokens": 9_000, "num_running": 17, "num_waiting": 3, "max_num_seqs": 32, "kv_cache_use": 0.47},
+        **{"num_preemptions": 4, "num_cached_tokens": 1_234},
     }
     return RunStats(**{**defaults, **values})
 
@@ -40,13 +40,13 @@ def busy(**values: Any) -> RunStats:
 STATES = {
     "starting": RunStats(),
     "busy": busy(),
-    "no total": busy(rows_total=None),
-    "nothing done yet": busy(rows_ok=0, rows_failed=0, first_completion_at=None),
-    "no rows": busy(rows_total=0, rows_ok=0, rows_failed=0),
-    "more done than counted": busy(rows_total=100),
-    "only failures": busy(rows_ok=0, rows_failed=5, first_completion_at=None),
-    "resumed": busy(rows_earlier=700),
-    "huge": busy(rows_total=10**12, rows_ok=10**11, decode_tokens=10**12, running=10**6),
+    "no total": busy(num_rows=None),
+    "nothing done yet": busy(num_rows_ok=0, num_rows_failed=0, first_completion_at=None),
+    "no rows": busy(num_rows=0, num_rows_ok=0, num_rows_failed=0),
+    "more done than counted": busy(num_rows=100),
+    "only failures": busy(num_rows_ok=0, num_rows_failed=5, first_completion_at=None),
+    "resumed": busy(num_rows_earlier=700),
+    "huge": busy(num_rows=10**12, num_rows_ok=10**11, num_decode_tokens=10**12, num_running=10**6),
 }
 
 
@@ -63,10 +63,10 @@ def test_a_plain_line_says_how_far_the_run_is() -> None:
     line = Progress(busy(), "plain").line()
     for part in ("200/1,000 rows", "1 failed", "17 running", "KV 47%", "4 preemptions", "ETA 2 min 33 s"):
         assert part in line
-    starting = Progress(RunStats(rows_total=5), "plain")
+    starting = Progress(RunStats(num_rows=5), "plain")
     starting.doing = "loading the tokenizer"
     assert starting.line().startswith("0/5 rows, loading the tokenizer (")
-    assert "ETA" not in Progress(busy(rows_total=None), "plain").line()
+    assert "ETA" not in Progress(busy(num_rows=None), "plain").line()
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -77,7 +77,7 @@ def test_the_values_are_json(state: str) -> None:
 
 
 def test_rows_of_earlier_runs_count_as_done_but_not_for_the_pace() -> None:
-    values = Progress(busy(rows_earlier=700), "plain").values()
+    values = Progress(busy(num_rows_earlier=700), "plain").values()
     assert values["rows_done"] == 900
     assert values["eta_seconds"] == pytest.approx((100 - 17 / 2) * 40 / (199 + 17 / 2))
 
@@ -215,8 +215,8 @@ def test_rates_look_at_the_last_while(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = progress.Rates(stats)
     for second in range(60):
         now[0] = float(second)
-        stats.decode_tokens += 100 if second < 30 else 7
-        stats.prefill_tokens += 40
+        stats.num_decode_tokens += 100 if second < 30 else 7
+        stats.num_prefill_tokens += 40
         rates.update()
     assert rates.decode == pytest.approx(7)
     assert rates.prefill == pytest.approx(40)

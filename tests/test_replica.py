@@ -120,15 +120,15 @@ def test_time_that_is_short_is_told_and_stops_an_engine_that_loads(replica: Any)
 def test_a_death_counts_until_a_row_is_completed_and_statistics_stay(replica: Any) -> None:
     replica.facts, requests = FACTS, make_requests(2)
     replica.give(requests)
-    list(replica.take_in(report(requests[:1], 2, EngineStats(steps=7, running=2))))
+    list(replica.take_in(report(requests[:1], 2, EngineStats(num_steps=7, num_running=2))))
     for num_deaths in (1, 2):
         assert replica.end() == "SIGKILL"
         assert replica.num_deaths == num_deaths
         replica.start()
         assert not replica.held
         assert not replica.num_held_sequences
-    assert [stats.steps for stats in replica.stats] == [7, 0, 0]
-    assert not any(stats.running for stats in replica.stats)
+    assert [stats.num_steps for stats in replica.stats] == [7, 0, 0]
+    assert not any(stats.num_running for stats in replica.stats)
     replica.give(requests)
     list(replica.take_in(report(requests, 2)))
     assert replica.num_deaths == 0

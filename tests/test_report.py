@@ -12,7 +12,7 @@ from cbatch.watch.stats import RunStats
 
 
 def stats_of_a_run() -> RunStats:
-    stats = RunStats(started_at=time.perf_counter() - 100, rows_total=12, rows_earlier=2)
+    stats = RunStats(started_at=time.perf_counter() - 100, num_rows=12, num_rows_earlier=2)
     for number in range(10):
         row = Row("prompts", number, "row", {}, 1)
         if number < 2:
@@ -20,10 +20,10 @@ def stats_of_a_run() -> RunStats:
         else:
             reason = "length" if number < 4 else "stop"
             stats.finished(Completion(row, (Output("text", (1,) * 50, reason),), num_prompt_tokens=100))
-    stats.steps, stats.occupancy, stats.preemptions, stats.busy_seconds = 100, 450, 3, 70.0
+    stats.num_steps, stats.occupancy, stats.num_preemptions, stats.busy_seconds = 100, 450, 3, 70.0
     stats.first_step_at, stats.last_completion_at = stats.started_at + 10, stats.started_at + 90
-    stats.kv_used_sum, stats.kv_used_most = 40.0, 0.9
-    stats.prefill_tokens, stats.decode_tokens, stats.cached_tokens = 700, 392, 100
+    stats.kv_cache_use_sum, stats.kv_cache_use_most = 40.0, 0.9
+    stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_cached_tokens = 700, 392, 100
     stats.bytes, stats.flops = 8 * 10**11, 4 * 10**12
     for seconds in (0.1, 0.2, 3.0):
         stats.ttft.add(seconds)
@@ -69,7 +69,7 @@ def test_a_run_without_ceilings_claims_no_utilisation() -> None:
 
 
 def test_a_run_with_nothing_to_do_has_a_summary_too() -> None:
-    figures = report.summary(RunStats(rows_total=0), True, bytes_per_second=1.0, flops=1.0)
+    figures = report.summary(RunStats(num_rows=0), True, bytes_per_second=1.0, flops=1.0)
     json.dumps(figures, allow_nan=False)
     assert figures["time_to_first_token"] == {"p50": None, "p90": None, "p99": None}
     assert report.text(figures, "out").startswith("Done: 0 completed, 0 failed in 0.0 s. Output: out")
@@ -77,7 +77,7 @@ def test_a_run_with_nothing_to_do_has_a_summary_too() -> None:
 
 
 def test_a_run_of_nothing_but_failures_has_a_summary_too() -> None:
-    stats = RunStats(rows_total=1, steps=1, occupancy=1, busy_seconds=0.1)
+    stats = RunStats(num_rows=1, num_steps=1, occupancy=1, busy_seconds=0.1)
     stats.finished(Completion.failed(Row("prompts", 0, "row", {}, 1), RowError("invalid_logits", "no")))
     assert "1 failed (1 invalid_logits)" in report.text(report.summary(stats, True), "out")
 

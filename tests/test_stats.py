@@ -56,7 +56,7 @@ def test_a_step_costs_what_its_shapes_say() -> None:
     assert [chunk.num_tokens for chunk in first.chunks] == [3, 7]
     assert stats.bytes == 1000 + (3 + 7) * 7
     assert stats.flops == 10 * 10 + 1 * 100 + (6 + 28) * 3
-    assert (stats.steps, stats.occupancy, stats.prefill_tokens, stats.decode_tokens) == (1, 2, 10, 0)
+    assert (stats.num_steps, stats.occupancy, stats.num_prefill_tokens, stats.num_decode_tokens) == (1, 2, 10, 0)
     for chunk in first.chunks:
         chunk.seq.num_computed_tokens += chunk.num_tokens
     sequences[0].token_ids.append(9)
@@ -64,8 +64,8 @@ def test_a_step_costs_what_its_shapes_say() -> None:
     assert [chunk.num_tokens for chunk in second.chunks] == [1, 5]
     assert stats.bytes == 2 * 1000 + (10 + 4 + 12) * 7
     assert stats.flops == 16 * 10 + 3 * 100 + (34 + 4 + 5 * 7 + 15) * 3
-    assert (stats.steps, stats.occupancy, stats.prefill_tokens, stats.decode_tokens) == (2, 4, 15, 1)
-    assert (stats.running, stats.waiting, stats.max_num_seqs, stats.kv_used) == (2, 0, 4, 4 / 20)
+    assert (stats.num_steps, stats.occupancy, stats.num_prefill_tokens, stats.num_decode_tokens) == (2, 4, 15, 1)
+    assert (stats.num_running, stats.num_waiting, stats.max_num_seqs, stats.kv_cache_use) == (2, 0, 4, 4 / 20)
 
 
 def test_padding_is_no_occupancy() -> None:
@@ -74,14 +74,14 @@ def test_padding_is_no_occupancy() -> None:
     for number in range(2):
         scheduler.add(Sequence(make_request(number, [1, 2]), 9))
     stats.count_step(step_record(scheduler.schedule(), scheduler))
-    assert (stats.steps, stats.occupancy) == (1, 2)
+    assert (stats.num_steps, stats.occupancy) == (1, 2)
     for seq in scheduler.running:
         seq.num_computed_tokens += 2
         seq.token_ids.append(7)
     scheduler.finish(scheduler.running[0])
     stats.count_step(step_record(padded := scheduler.schedule(), scheduler))
     assert len(padded.chunks) == 2
-    assert (stats.steps, stats.occupancy) == (2, 3)
+    assert (stats.num_steps, stats.occupancy) == (2, 3)
 
 
 def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
@@ -108,7 +108,7 @@ def test_the_first_token_and_the_following_ones_are_timed_apart() -> None:
     assert stats.ttft.percentile(1.0) == pytest.approx(2.0, rel=0.026)
     assert stats.inter_token.percentile(1.0) == pytest.approx(0.5, rel=0.026)
     assert stats.inter_token.percentile(0.5) == pytest.approx(0.1, rel=0.026)
-    assert (stats.cached_tokens, stats.generated_tokens) == (1, 3)
+    assert (stats.num_cached_tokens, stats.num_generated_tokens) == (1, 3)
 
 
 def test_finished_rows_are_counted_by_how_they_ended() -> None:
@@ -116,8 +116,8 @@ def test_finished_rows_are_counted_by_how_they_ended() -> None:
     stats.finished(completion(0, Output("a", (1, 2), "stop"), 5))
     stats.finished(completion(1, Output("b", (1,), "length"), 7))
     stats.finished(completion(2, Output(error=RowError("bad", "no")), 9))
-    assert (stats.rows_ok, stats.rows_failed, stats.rows_length, stats.rows_done) == (2, 1, 1, 3)
-    assert (stats.prompt_tokens, stats.completion_tokens) == (12, 3)
+    assert (stats.num_rows_ok, stats.num_rows_failed, stats.num_rows_length, stats.num_rows_done) == (2, 1, 1, 3)
+    assert (stats.num_prompt_tokens, stats.num_completion_tokens) == (12, 3)
     assert dict(stats.errors) == {"bad": 1}
 
 
@@ -133,14 +133,14 @@ def test_two_threads_count_every_row() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert (stats.rows_ok, stats.prompt_tokens) == (10_000, 10_000)
+    assert (stats.num_rows_ok, stats.num_prompt_tokens) == (10_000, 10_000)
 
 
 def test_how_long_rows_run_is_told_from_how_many_run_and_how_many_end() -> None:
     stats = RunStats()
     assert stats.row_seconds() == 0
     for number in range(400):  # four at a time, ten steps of half a second each, so that one ends every 2.5 steps
-        stats.steps, stats.occupancy, stats.running = stats.steps + 1, stats.occupancy + 4, 4
+        stats.num_steps, stats.occupancy, stats.num_running = stats.num_steps + 1, stats.occupancy + 4, 4
         stats.busy_seconds += 0.5
         if number % 5 in (2, 4):
             stats.finished(completion(number, Output("x", (), "stop")))
@@ -149,21 +149,37 @@ def test_how_long_rows_run_is_told_from_how_many_run_and_how_many_end() -> None:
 
 def test_a_run_counts_what_its_engines_did_together() -> None:
     engines = [
-        EngineStats(ModelCost(7), first_step_at=3.0, steps=10, occupancy=40, running=4, kv_used=0.5, kv_used_most=0.6),
-        EngineStats(ModelCost(7), first_step_at=2.0, steps=30, occupancy=60, running=2, kv_used=0.1, kv_used_most=0.9),
-        EngineStats(steps=5, running=9, kv_used=1.0, busy_seconds=8.0).at_rest(),
+        EngineStats(
+            ModelCost(7),
+            first_step_at=3.0,
+            num_steps=10,
+            occupancy=40,
+            num_running=4,
+            kv_cache_use=0.5,
+            kv_cache_use_most=0.6,
+        ),
+        EngineStats(
+            ModelCost(7),
+            first_step_at=2.0,
+            num_steps=30,
+            occupancy=60,
+            num_running=2,
+            kv_cache_use=0.1,
+            kv_cache_use_most=0.9,
+        ),
+        EngineStats(num_steps=5, num_running=9, kv_cache_use=1.0, busy_seconds=8.0).at_rest(),
         EngineStats(),  # loads
     ]
     for engine, durations in zip(engines, ([1.0] * 3, [2.0], [], []), strict=True):
         for seconds in durations:
             engine.ttft.add(seconds)
-    stats = RunStats(engines=2, rows_ok=5, prompt_tokens=8)
+    stats = RunStats(num_replicas=2, num_rows_ok=5, num_prompt_tokens=8)
     for _ in range(2):  # the counts are theirs, whatever they were before
         stats.gather(engines)
-    assert (stats.cost, stats.first_step_at, stats.steps, stats.occupancy) == (ModelCost(7), 2.0, 45, 100)
-    assert (stats.running, stats.kv_used, stats.kv_used_most) == (6, pytest.approx(0.3), 0.9)
+    assert (stats.cost, stats.first_step_at, stats.num_steps, stats.occupancy) == (ModelCost(7), 2.0, 45, 100)
+    assert (stats.num_running, stats.kv_cache_use, stats.kv_cache_use_most) == (6, pytest.approx(0.3), 0.9)
     assert (stats.ttft.percentile(0.75), stats.ttft.percentile(1)) == (
         pytest.approx(1, rel=0.03),
         pytest.approx(2, rel=0.03),
     )
-    assert (stats.model_seconds, stats.rows_ok, stats.prompt_tokens) == (4.0, 5, 8)
+    assert (stats.model_seconds, stats.num_rows_ok, stats.num_prompt_tokens) == (4.0, 5, 8)

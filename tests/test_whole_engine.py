@@ -112,7 +112,7 @@ def test_every_row_gets_what_it_would_get_alone(
         completions.append(completion)
         scheduler.check()
     assert scheduler.pool.num_used_blocks == 0
-    event(f"preempted: {engine.stats.preemptions > 0}")
+    event(f"preempted: {engine.stats.num_preemptions > 0}")
     found = {
         one.row.index: (one.text, one.error.kind if one.error else one.finish_reason)
         for one in map(finished, completions)

@@ -50,7 +50,7 @@ def _run_engine(connection: Connection, place: Place, files: ModelFiles, max_mod
     connection.send(engine.facts)
     num_running, told_at = 0, 0.0
     for completions in engine.steps(inbox, inbox):
-        before, num_running, now = num_running, stats.running, time.perf_counter()
+        before, num_running, now = num_running, stats.num_running, time.perf_counter()
         if now - told_at >= _STATS_SECONDS:
             connection.send(Report(completions, num_running, stats))
             told_at = now

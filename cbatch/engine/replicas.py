@@ -41,7 +41,7 @@ class Replicas:
     ) -> None:
         """Start a replica at each place and wait until all have loaded the model. `note` gets lines for the user."""
         self._run_stats = stats
-        stats.engines = len(places)
+        stats.num_replicas = len(places)
         self._waiting: deque[Request] = deque()
         self._recovery = Recovery(note)
         self._is_leaving = False

@@ -92,21 +92,21 @@ class Progress:
     def values(self) -> dict[str, Any]:
         """The state of the run as plain data."""
         s, rates = self.stats, self._rates
-        done = s.rows_earlier + s.rows_done
+        done = s.num_rows_earlier + s.num_rows_done
         return {
             "rows_done": done,
-            "rows_total": s.rows_total,
-            "rows_failed": s.rows_failed,
+            "rows_total": s.num_rows,
+            "rows_failed": s.num_rows_failed,
             "eta_seconds": rates.eta(done),
             "prefill_tokens_per_second": rates.prefill,
             "decode_tokens_per_second": rates.decode,
-            "running": s.running,
-            "waiting": s.waiting,
-            "kv_cache_use": s.kv_used,
-            "prefix_cache_hit_tokens": s.cached_tokens,
-            "preemptions": s.preemptions,
-            "generated_tokens": s.generated_tokens,
-            "steps": s.steps,
+            "running": s.num_running,
+            "waiting": s.num_waiting,
+            "kv_cache_use": s.kv_cache_use,
+            "prefix_cache_hit_tokens": s.num_cached_tokens,
+            "preemptions": s.num_preemptions,
+            "generated_tokens": s.num_generated_tokens,
+            "steps": s.num_steps,
             "occupancy": s.occupancy,
             "to_first_step": s.to_first_step,
             "seconds": s.seconds,
@@ -116,7 +116,7 @@ class Progress:
         v = self.values()
         total = f"/{v['rows_total']:,}" if v["rows_total"] is not None else ""
         eta = f", ETA {duration(v['eta_seconds'])}" if v["eta_seconds"] is not None else ""
-        if not self.stats.steps:
+        if not self.stats.num_steps:
             return f"{v['rows_done']:,}{total} rows, {self.doing} ({duration(v['seconds'])})"
         return (
             f"{v['rows_done']:,}{total} rows, {v['rows_failed']:,} failed, "
@@ -141,7 +141,7 @@ class Progress:
             Text(share + (f"  ETA {duration(v['eta_seconds'])}" if v["eta_seconds"] is not None else "")),
             Text(f"{v['rows_failed']:,} failed", style="red" if v["rows_failed"] else "dim"),
         )
-        if not self.stats.steps:
+        if not self.stats.num_steps:
             return Group(head, Text(f"{self.doing} ... {duration(v['seconds'])}", style="dim"))
         body = Table.grid(padding=(0, 2))
         for _ in range(3):
@@ -173,20 +173,20 @@ class Rates:
 
     def update(self) -> None:
         s, now = self._stats, time.perf_counter()
-        self._marks.append((now, s.prefill_tokens, s.decode_tokens))
+        self._marks.append((now, s.num_prefill_tokens, s.num_decode_tokens))
         while len(self._marks) > 2 and now - self._marks[1][0] >= self._WINDOW:
             self._marks.pop(0)
         then, prefill, decode = self._marks[0]
         if now > then:
-            self.prefill = (s.prefill_tokens - prefill) / (now - then)
-            self.decode = (s.decode_tokens - decode) / (now - then)
+            self.prefill = (s.num_prefill_tokens - prefill) / (now - then)
+            self.decode = (s.num_decode_tokens - decode) / (now - then)
 
     def eta(self, done: int) -> float | None:
         """Seconds left, at the pace of this run's steps so far; a running row counts as half done."""
         s = self._stats
-        if s.rows_total is None or not s.rows_ok:
+        if s.num_rows is None or not s.num_rows_ok:
             return None
-        return max(0, s.rows_total - done - s.running / 2) * s.model_seconds / (s.rows_ok + s.running / 2)
+        return max(0, s.num_rows - done - s.num_running / 2) * s.model_seconds / (s.num_rows_ok + s.num_running / 2)
 
 
 def resolve_mode(mode: str) -> str:

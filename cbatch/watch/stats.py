@@ -72,39 +72,39 @@ class EngineStats:
 
     cost: ModelCost = field(default_factory=ModelCost)
     first_step_at: float | None = None
-    prefill_tokens: int = 0  # computed, recomputed ones included
-    decode_tokens: int = 0
-    generated_tokens: int = 0  # drawn, also for rows that still run
-    cached_tokens: int = 0
-    steps: int = 0
+    num_prefill_tokens: int = 0  # computed, recomputed ones included
+    num_decode_tokens: int = 0
+    num_generated_tokens: int = 0  # drawn, also for rows that still run
+    num_cached_tokens: int = 0
+    num_steps: int = 0
     busy_seconds: float = 0.0  # inside steps
     occupancy: int = 0  # sum over steps of the sequences in the batch; padding is none
-    preemptions: int = 0
+    num_preemptions: int = 0
     flops: int = 0
     bytes: int = 0
-    running: int = 0
-    waiting: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
     max_num_seqs: int = 0
-    kv_used: float = 0.0  # share of the blocks
-    kv_used_sum: float = 0.0  # over steps
-    kv_used_most: float = 0.0
+    kv_cache_use: float = 0.0  # share of the blocks
+    kv_cache_use_sum: float = 0.0  # over steps
+    kv_cache_use_most: float = 0.0
     ttft: Histogram = field(default_factory=Histogram)
     inter_token: Histogram = field(default_factory=Histogram)
 
     def count_step(self, step: StepRecord) -> None:
-        self.running, self.waiting, self.max_num_seqs = step.num_running, step.num_waiting, step.max_num_seqs
-        self.kv_used = step.kv_cache_use
-        self.preemptions += step.num_preempted
+        self.num_running, self.num_waiting, self.max_num_seqs = step.num_running, step.num_waiting, step.max_num_seqs
+        self.kv_cache_use = step.kv_cache_use
+        self.num_preemptions += step.num_preempted
         if not step.num_tokens:
             return
         if self.first_step_at is None:
             self.first_step_at = time.perf_counter()
-        self.steps += 1
-        self.kv_used_sum += step.kv_cache_use
-        self.kv_used_most = max(self.kv_used_most, step.kv_cache_use)
+        self.num_steps += 1
+        self.kv_cache_use_sum += step.kv_cache_use
+        self.kv_cache_use_most = max(self.kv_cache_use_most, step.kv_cache_use)
         self.occupancy += step.num_active
-        self.decode_tokens += step.num_decode_tokens
-        self.prefill_tokens += step.num_tokens - step.num_decode_tokens
+        self.num_decode_tokens += step.num_decode_tokens
+        self.num_prefill_tokens += step.num_tokens - step.num_decode_tokens
         cost = self.cost
         self.bytes += cost.weight_bytes + step.num_read_tokens * cost.kv_bytes_per_token
         self.flops += step.num_tokens * cost.flops_per_token
@@ -112,36 +112,36 @@ class EngineStats:
 
     def count_first_token(self, seconds: float, num_cached_tokens: int) -> None:
         """Count the first token of a sequence, which came `seconds` after its request."""
-        self.generated_tokens += 1
+        self.num_generated_tokens += 1
         self.ttft.add(seconds)
-        self.cached_tokens += num_cached_tokens
+        self.num_cached_tokens += num_cached_tokens
 
     def count_next_token(self, seconds: float) -> None:
         """Count a token that came `seconds` after the one before it."""
-        self.generated_tokens += 1
+        self.num_generated_tokens += 1
         self.inter_token.add(seconds)
 
     def at_rest(self) -> EngineStats:
         """These counters for an engine that has ended: nothing runs or waits in it any more."""
-        return replace(self, running=0, waiting=0, max_num_seqs=0, kv_used=0.0)
+        return replace(self, num_running=0, num_waiting=0, max_num_seqs=0, kv_cache_use=0.0)
 
 
 @dataclass
 class RunStats(EngineStats):
     """Counters of one run: of its rows, and of its engines together."""
 
-    engines: int = 1
+    num_replicas: int = 1
     started_at: float = field(default_factory=time.perf_counter)
     first_completion_at: float | None = None
     last_completion_at: float | None = None
-    rows_total: int | None = None
-    rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
-    rows_earlier_failed: int = 0
-    rows_ok: int = 0
-    rows_failed: int = 0
-    rows_length: int = 0  # ended by max_tokens or the context
-    prompt_tokens: int = 0  # of finished rows
-    completion_tokens: int = 0
+    num_rows: int | None = None
+    num_rows_earlier: int = 0  # done by an earlier run of the job, failed ones included
+    num_rows_earlier_failed: int = 0
+    num_rows_ok: int = 0
+    num_rows_failed: int = 0
+    num_rows_length: int = 0  # ended by max_tokens or the context
+    num_prompt_tokens: int = 0  # of finished rows
+    num_completion_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -163,16 +163,16 @@ class RunStats(EngineStats):
     @property
     def model_seconds(self) -> float:
         """Inside steps; of several engines on average."""
-        return self.busy_seconds / self.engines
+        return self.busy_seconds / self.num_replicas
 
     @property
-    def rows_done(self) -> int:
-        return self.rows_ok + self.rows_failed
+    def num_rows_done(self) -> int:
+        return self.num_rows_ok + self.num_rows_failed
 
     def row_seconds(self) -> float:
         """How long a row runs, in seconds, by Little's law: rows at once / rows ended a second. A running row counts half."""
-        ended = self.rows_ok + self.running / 2
-        return self.occupancy / self.steps * self.busy_seconds / ended if self.steps and ended else 0.0
+        ended = self.num_rows_ok + self.num_running / 2
+        return self.occupancy / self.num_steps * self.busy_seconds / ended if self.num_steps and ended else 0.0
 
     def gather(self, parts: list[EngineStats]) -> None:
         """Replace the counters of the engine by the sums over engines in other processes."""
@@ -184,21 +184,21 @@ class RunStats(EngineStats):
             return max(values, key=lambda cost: cost.weight_bytes)  # an engine that has not loaded yet has no cost
         if name == "first_step_at":
             return min((value for value in values if value is not None), default=None)
-        if name == "kv_used_most":
+        if name == "kv_cache_use_most":
             return max(values)
         total = sum(values, start=type(values[0])())
-        return total / self.engines if name == "kv_used" else total
+        return total / self.num_replicas if name == "kv_cache_use" else total
 
     def finished(self, completion: Completion) -> None:
         """Count a row that is done. Called from two threads."""
         with self._lock:
             if error := completion.error:
-                self.rows_failed += 1
+                self.num_rows_failed += 1
                 self.errors[error.kind] += 1
                 return
             self.last_completion_at = time.perf_counter()
             self.first_completion_at = self.first_completion_at or self.last_completion_at
-            self.rows_ok += 1
-            self.rows_length += any(output.finish_reason == "length" for output in completion.outputs)
-            self.prompt_tokens += completion.num_prompt_tokens
-            self.completion_tokens += completion.num_completion_tokens
+            self.num_rows_ok += 1
+            self.num_rows_length += any(output.finish_reason == "length" for output in completion.outputs)
+            self.num_prompt_tokens += completion.num_prompt_tokens
+            self.num_completion_tokens += completion.num_completion_tokens
