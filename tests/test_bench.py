@@ -132,9 +132,9 @@ def ours(generation: float) -> Outcome:
 
 
 def printed(summary: dict[str, Any], **terminal: Any) -> str:
-    console = Console(file=io.StringIO(), color_system=None, **terminal)
-    result.print_table(result.table(summary), console)
-    return str(console.file.getvalue())
+    screen = io.StringIO()
+    result.print_table(result.table(summary), Console(file=screen, color_system=None, **terminal))
+    return screen.getvalue()
 
 
 def test_medians_and_ratios_over_the_runs() -> None:

@@ -136,7 +136,7 @@ def test_a_named_input_that_would_be_overwritten_is_refused(tmp_path: Path) -> N
 def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     import datasets
 
-    data = {"id": [1, 2], "prompt": ["a", "b"], "messages": [[{"role": "user", "content": "x"}], []]}
+    data: dict[str, Any] = {"id": [1, 2], "prompt": ["a", "b"], "messages": [[{"role": "user", "content": "x"}], []]}
     datasets.Dataset.from_dict(data).save_to_disk(str(tmp_path / "saved"))
     (source,) = resolve([str(tmp_path / "saved")])
     assert source.count() == 2
@@ -166,7 +166,11 @@ def test_a_folder_that_only_looks_like_a_dataset_is_refused(tmp_path: Path) -> N
 def test_a_saved_dataset_is_read_as_it_is_stored_whatever_its_format(tmp_path: Path) -> None:
     import datasets
 
-    data = {"prompt": ["a", "b"], "token_ids": [[1, 2], [3]], "image": [{"bytes": b"x", "path": None}] * 2}
+    data: dict[str, Any] = {
+        "prompt": ["a", "b"],
+        "token_ids": [[1, 2], [3]],
+        "image": [{"bytes": b"x", "path": None}] * 2,
+    }
     saved = datasets.Dataset.from_dict(data).with_format("numpy", columns=["token_ids"])
     saved.save_to_disk(str(tmp_path / "saved"))
     found = [row.data for row in read(resolve([str(tmp_path / "saved")]))]
@@ -189,7 +193,8 @@ class FakeHub:
     features = None
 
     def __init__(self, rows: list[Any], error: Exception | None = None) -> None:
-        self.rows, self.error, self.asked = rows, error, ()
+        self.rows, self.error = rows, error
+        self.asked: tuple[Any, ...] = ()
 
     def __call__(self, path: str, name: str | None, *, split: str, revision: str | None, streaming: bool) -> Any:
         self.asked = (path, name, split, revision, streaming)

@@ -62,8 +62,8 @@ def test_messages_go_through_the_chat_template_even_when_texts_do_not() -> None:
 
 
 def test_token_ids_are_taken_as_they_are() -> None:
-    for data in ({"token_ids": [5, 6, 7]}, {"prompt": [5, 6, 7]}):
-        assert builder()(row(**data)).token_ids == [5, 6, 7]
+    for given in (row(token_ids=[5, 6, 7]), row(prompt=[5, 6, 7])):
+        assert builder()(given).token_ids == [5, 6, 7]
 
 
 def test_the_prompt_column_may_have_any_name_and_comes_first() -> None:
@@ -283,14 +283,16 @@ def test_the_system_message_goes_before_conversations_that_have_none() -> None:
 
 
 def test_settings_that_contradict_the_model_are_refused() -> None:
-    for settings in ({"system": "s"}, {"chat": True}):
+    unfit: list[dict[str, Any]] = [{"system": "s"}, {"chat": True}]
+    for settings in unfit:
         with pytest.raises(UsageError, match="no chat template"):
             builder(chat_template=None, **settings)
     with pytest.raises(SettingError, match=r"system .* --raw"):
         builder(system="s", chat=False)
     for name in ("system", "template"):
+        broken: dict[str, Any] = {name: "a\udcff"}
         with pytest.raises(SettingError, match=f"{name} is not valid UTF-8"):
-            builder(**{name: "a\udcff"})
+            builder(**broken)
 
 
 @pytest.mark.parametrize("inline", [True, False])
@@ -298,7 +300,13 @@ def test_a_template_makes_the_prompt_of_all_columns(tmp_path: Path, inline: bool
     text = "To {{ language | upper }}: {{ text }}{% for tag in tags %} #{{ tag.name }}{% endfor %}"
     path = tmp_path / "template.txt"
     path.write_text(text + " \u00fc", encoding="utf-8")
-    data = {"prompt": "ignored", "messages": [], "text": "h\u00e9", "language": "en", "tags": [{"name": "x"}]}
+    data: dict[str, Any] = {
+        "prompt": "ignored",
+        "messages": [],
+        "text": "h\u00e9",
+        "language": "en",
+        "tags": [{"name": "x"}],
+    }
     build = builder(template=text + " \u00fc" if inline else f"@{path}")
     assert build.render(row(**data)) == chat(("user", "To EN: h\u00e9 #x \u00fc"))
 
@@ -342,8 +350,8 @@ def test_a_template_file_that_can_not_be_read_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [1, CONTEXT - 2, CONTEXT - 1])
 def test_a_prompt_that_leaves_room_for_one_token_is_taken_whole(length: int) -> None:
     ids = [7] * length
-    for settings in ({}, {"truncate": "left"}, {"truncate": "right"}):
-        assert builder(**settings)(row(token_ids=ids)).token_ids == ids
+    for side in (None, "left", "right"):
+        assert builder(truncate=side)(row(token_ids=ids)).token_ids == ids
 
 
 @pytest.mark.parametrize("length", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
