@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cbatch.watch import progress, report
 from cbatch.watch.progress import Progress, resolve_mode, say
+from cbatch.watch.rates import Rates
 from cbatch.watch.stats import RunStats
 
 
@@ -21,18 +22,23 @@ class Terminal(io.StringIO):
 
 
 def busy(**values: Any) -> RunStats:
+    """The statistics of a run that has been going on for 50 seconds."""
     defaults: dict[str, Any] = {
-        **{"started_at": time.perf_counter() - 50, "first_completion_at": time.perf_counter() - 45},
-        **{
-            "num_rows": 1_000,
-            "num_rows_ok": 199,
-            "num_rows_failed": 1,
-            "num_steps": 900,
-            "busy_seconds": 40.0,
-            "num_prefill_tokens": 5_000,
-        },
-        **{"num_decode_tokens": 9_000, "num_running": 17, "num_waiting": 3, "max_num_seqs": 32, "kv_cache_use": 0.47},
-        **{"num_preemptions": 4, "num_cached_tokens": 1_234},
+        "started_at": time.perf_counter() - 50,
+        "first_completion_at": time.perf_counter() - 45,
+        "num_rows": 1_000,
+        "num_rows_ok": 199,
+        "num_rows_failed": 1,
+        "num_steps": 900,
+        "busy_seconds": 40.0,
+        "num_prefill_tokens": 5_000,
+        "num_decode_tokens": 9_000,
+        "num_running": 17,
+        "num_waiting": 3,
+        "max_num_seqs": 32,
+        "kv_cache_use": 0.47,
+        "num_preemptions": 4,
+        "num_cached_tokens": 1_234,
     }
     return RunStats(**{**defaults, **values})
 
@@ -71,13 +77,13 @@ def test_a_plain_line_says_how_far_the_run_is() -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_the_values_are_json(state: str) -> None:
-    values = Progress(STATES[state], "json").values()
+    values = Progress(STATES[state], "json").state()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["eta_seconds"] is None or values["eta_seconds"] >= 0
 
 
 def test_rows_of_earlier_runs_count_as_done_but_not_for_the_pace() -> None:
-    values = Progress(busy(num_rows_earlier=700), "plain").values()
+    values = Progress(busy(num_rows_earlier=700), "plain").state()
     assert values["rows_done"] == 900
     assert values["eta_seconds"] == pytest.approx((100 - 17 / 2) * 40 / (199 + 17 / 2))
 
@@ -88,7 +94,7 @@ def test_the_live_view_fits_any_width(state: str, width: int) -> None:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     shown = Progress(STATES[state], "rich")
     shown.doing = "loading [model]"
-    console.print(shown._view())
+    console.print(shown.panel())
     lines = console.export_text().splitlines()
     assert all(len(line) <= width for line in lines)
     if width >= 80 and state == "busy":
@@ -101,7 +107,7 @@ def test_text_in_brackets_is_no_markup() -> None:
     console = Console(record=True, width=100, file=io.StringIO())
     shown = Progress(RunStats(), "rich")
     shown.doing = "looking for models/[red]new"
-    console.print(shown._view())
+    console.print(shown.panel())
     assert "models/[red]new" in console.export_text()
 
 
@@ -210,9 +216,9 @@ def test_without_a_standard_error_nothing_is_said_and_nothing_breaks(
 
 def test_rates_look_at_the_last_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr("cbatch.watch.rates.time.perf_counter", lambda: now[0])
     stats = RunStats(started_at=0.0)
-    rates = progress.Rates(stats)
+    rates = Rates(stats)
     for second in range(60):
         now[0] = float(second)
         stats.num_decode_tokens += 100 if second < 30 else 7

@@ -1,4 +1,4 @@
-"""The figures of a run: as data for summary.json, and as the text that ends a run."""
+"""The figures of a run that has ended: as data for summary.json, and as a text of a few lines."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cbatch.watch.stats import Histogram, RunStats
 
 
 def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any]:
-    """Plain data; seconds, tokens and shares. Rates are over generation.
+    """Plain data; seconds, tokens and shares. Rates are over the time from the first step to the last completion.
 
-    `ceilings`: those of `model/ceilings.py`, if they could be measured.
+    `ceilings`: the fields of `model.ceilings.Ceilings`, if they could be measured; without them no MBU and MFU.
     """
     seconds, busy, generation = stats.seconds, stats.model_seconds, stats.generation_seconds
     first = stats.first_completion_at
@@ -57,34 +57,48 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
 
 
 def text(figures: dict[str, Any], output: str) -> str:
-    """The summary for people, a few lines."""
-    rows, tokens, seconds = figures["rows"], figures["tokens"], figures["seconds"]
-    parts = [f"{rows['ok']:,} completed", f"{rows['failed']:,} failed"]
-    if rows["done_earlier"]:
-        failed = f" ({rows['failed_earlier']:,} of them failed)" if rows["failed_earlier"] else ""
-        parts.append(f"{rows['done_earlier']:,} done earlier{failed}")
-    if rows["errors"]:
-        parts[1] += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(rows["errors"].items())) + ")"
+    """The figures of `summary` for people. `output`: where the records are."""
+    seconds = duration(figures["seconds"]["wall"])
     lines = [
-        f"{'Done' if figures['finished'] else 'Interrupted'}: {', '.join(parts)} in {duration(seconds['wall'])}. Output: {output}"
+        f"{'Done' if figures['finished'] else 'Interrupted'}: {_rows(figures['rows'])} in {seconds}. Output: {output}"
     ]
     if figures["steps"]:
-        rate = figures["completion_tokens_per_second"] or 0
-        cut = rows["length_limited"] / rows["ok"] if rows["ok"] else 0
-        lines += [
-            f"Tokens      {tokens['prompt']:,} prompt ({tokens['prefix_cache_hits']:,} from the prefix cache), "
-            f"{tokens['completion']:,} completion; {rate:,.0f} completion tokens/s; "
-            f"{cut:.0%} of rows ended by --max-tokens or the context",
-            f"Latency     first token {_spread(figures['time_to_first_token'])}; "
-            f"between tokens {_spread(figures['inter_token_latency'])}",
-            f"Batch       {figures['mean_batch_occupancy']:.1f} sequences on average, {figures['preemptions']:,} preemptions"
-            + (f"; MBU {figures['mbu']:.0%}, MFU {figures['mfu']:.0%}" if figures["mbu"] is not None else ""),
-        ]
+        lines += [_tokens(figures), _latency(figures), _batch(figures)]
     return "\n".join(lines)
 
 
+def _rows(rows: dict[str, Any]) -> str:
+    parts = [f"{rows['ok']:,} completed", f"{rows['failed']:,} failed"]
+    if rows["errors"]:
+        parts[1] += " (" + ", ".join(f"{count:,} {kind}" for kind, count in sorted(rows["errors"].items())) + ")"
+    if rows["done_earlier"]:
+        failed = f" ({rows['failed_earlier']:,} of them failed)" if rows["failed_earlier"] else ""
+        parts.append(f"{rows['done_earlier']:,} done earlier{failed}")
+    return ", ".join(parts)
+
+
+def _tokens(figures: dict[str, Any]) -> str:
+    rows, tokens, rate = figures["rows"], figures["tokens"], figures["completion_tokens_per_second"] or 0
+    return (
+        f"Tokens      {tokens['prompt']:,} prompt ({tokens['prefix_cache_hits']:,} from the prefix cache), "
+        f"{tokens['completion']:,} completion; {rate:,.0f} completion tokens/s; "
+        f"{_ratio(rows['length_limited'], rows['ok']) or 0:.0%} of rows ended by --max-tokens or the context"
+    )
+
+
+def _latency(figures: dict[str, Any]) -> str:
+    first, next_ones = _spread(figures["time_to_first_token"]), _spread(figures["inter_token_latency"])
+    return f"Latency     first token {first}; between tokens {next_ones}"
+
+
+def _batch(figures: dict[str, Any]) -> str:
+    use = f"; MBU {figures['mbu']:.0%}, MFU {figures['mfu']:.0%}" if figures["mbu"] is not None else ""
+    num_sequences, num_preemptions = figures["mean_batch_occupancy"], figures["preemptions"]
+    return f"Batch       {num_sequences:.1f} sequences on average, {num_preemptions:,} preemptions{use}"
+
+
 def duration(seconds: float) -> str:
-    """3.2 s, 4 min 05 s, 3 h 07 min."""
+    """Seconds for people: 3.2 s, 4 min 05 s, 3 h 07 min."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -92,10 +106,12 @@ def duration(seconds: float) -> str:
 
 
 def _percentiles(histogram: Histogram) -> dict[str, float | None]:
+    """The 50th, 90th and 99th percentile in seconds, as p50, p90 and p99."""
     return {f"p{share}": histogram.percentile(share / 100) for share in (50, 90, 99)}
 
 
 def _spread(percentiles: dict[str, float | None]) -> str:
+    """Percentiles on one line, a dash if there are none."""
     known = [f"{name} {_milliseconds(value)}" for name, value in percentiles.items() if value is not None]
     return ", ".join(known) or "-"
 
@@ -105,4 +121,5 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _ratio(a: float, b: float) -> float | None:
+    """`a / b`; None if `b` is 0."""
     return a / b if b else None
