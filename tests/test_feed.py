@@ -29,10 +29,10 @@ def feed(
     return Feed(rows(numbers), make, failed.append, capacity), failed
 
 
-def all_of(one: Feed) -> list[int]:
+def all_of(requests: Feed) -> list[int]:
     found = []
-    while not one.ended:
-        if request := one.take(wait=True):
+    while not requests.ended:
+        if request := requests.take(wait=True):
             found.append(request.row.index)
     return found
 
@@ -46,11 +46,11 @@ def wait_for_end_of(name: str = "reader") -> None:
 
 @pytest.mark.parametrize("capacity", [1, 4, 1000])
 def test_every_row_comes_once_and_in_order(capacity: int) -> None:
-    one, failed = feed(range(100), capacity=capacity)
-    assert all_of(one) == list(range(100))
+    requests, failed = feed(range(100), capacity=capacity)
+    assert all_of(requests) == list(range(100))
     assert failed == []
-    assert one.take(wait=True) is None
-    assert one.empty()
+    assert requests.take(wait=True) is None
+    assert requests.empty()
 
 
 def test_no_more_than_its_capacity_is_read_ahead() -> None:
@@ -63,9 +63,10 @@ def test_no_more_than_its_capacity_is_read_ahead() -> None:
                 full.set()
             yield number
 
-    one, _ = feed(numbers(), capacity=4)
+    requests, _ = feed(numbers(), capacity=4)
     assert full.wait(10)
-    one.stop()
+    with requests:
+        pass  # and read no further
     wait_for_end_of()
     assert len(read) == 5  # four in the queue, one in hand
 
@@ -76,8 +77,8 @@ def test_a_row_that_can_not_become_a_request_fails_and_costs_no_other() -> None:
             raise RowError("invalid_prompt", f"{row.where}: no")
         return build(row)
 
-    one, failed = feed(range(9), make)
-    assert all_of(one) == [0, 2, 3, 5, 6, 8]
+    requests, failed = feed(range(9), make)
+    assert all_of(requests) == [0, 2, 3, 5, 6, 8]
     assert [completion.row.index for completion in failed] == [1, 4, 7]
     assert {(output.finish_reason, output.text) for completion in failed for output in completion.outputs} == {
         ("error", None)
@@ -86,8 +87,8 @@ def test_a_row_that_can_not_become_a_request_fails_and_costs_no_other() -> None:
 
 
 def test_rows_that_are_done_are_passed_over() -> None:
-    one, failed = feed(range(10), lambda row: build(row) if row.index == 7 else None)
-    assert all_of(one) == [7]
+    requests, failed = feed(range(10), lambda row: build(row) if row.index == 7 else None)
+    assert all_of(requests) == [7]
     assert failed == []
 
 
@@ -97,16 +98,16 @@ def test_an_input_of_which_nothing_is_left_is_empty() -> None:
 
     assert feed(range(0))[0].empty()
     assert feed(range(50), lambda _: None)[0].empty()
-    one, failed = feed(range(50), refuse)
-    assert one.empty()
+    requests, failed = feed(range(50), refuse)
+    assert requests.empty()
     assert len(failed) == 50
 
 
 def test_looking_whether_it_is_empty_takes_nothing_away() -> None:
-    one, _ = feed(range(3))
-    assert not one.empty()
-    assert not one.empty()
-    assert all_of(one) == [0, 1, 2]
+    requests, _ = feed(range(3))
+    assert not requests.empty()
+    assert not requests.empty()
+    assert all_of(requests) == [0, 1, 2]
 
 
 def test_without_waiting_there_may_be_nothing_now() -> None:
@@ -116,11 +117,11 @@ def test_without_waiting_there_may_be_nothing_now() -> None:
         assert gate.wait(10)
         yield 0
 
-    one, _ = feed(numbers())
-    assert one.take(wait=False) is None
-    assert not one.ended
+    requests, _ = feed(numbers())
+    assert requests.take(wait=False) is None
+    assert not requests.ended
     gate.set()
-    assert all_of(one) == [0]
+    assert all_of(requests) == [0]
 
 
 @pytest.mark.parametrize("error", [Fatal("this row has changed"), OSError("gone"), KeyboardInterrupt()])
@@ -130,14 +131,15 @@ def test_what_ends_the_reading_is_raised_after_the_rows_before_it(error: BaseExc
             raise error
         return build(row)
 
-    one, _ = feed(range(9), make)
-    assert [request.row.index for request in (one.take(wait=True), one.take(wait=True)) if request] == [0, 1]
+    requests, _ = feed(range(9), make)
+    assert [request.row.index for request in (requests.take(wait=True), requests.take(wait=True)) if request] == [0, 1]
     with pytest.raises(type(error)):
-        all_of(one)
-    assert one.ended
+        all_of(requests)
+    assert requests.ended
 
 
 def test_stopping_ends_the_thread_though_nobody_takes_anything() -> None:
-    one, _ = feed(itertools.count(), capacity=2)
-    one.stop()
+    requests, _ = feed(itertools.count(), capacity=2)
+    with requests:
+        pass
     wait_for_end_of()

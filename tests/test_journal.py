@@ -11,11 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbatch.config import OutputConfig
 from cbatch.errors import Fatal, UsageError
-from cbatch.output.journal import Done, IndexFile, Journal, as_entries, read_lines, repair, write_atomically
+from cbatch.output import durable
+from cbatch.output.index import Done, Entry, IndexFile, as_entries
+from cbatch.output.journal import Journal
+from cbatch.output.lines import read_lines, repair
 from cbatch.output.record import FIELDS, RecordShape, dumps
+from cbatch.output.target import Target
 
 SHAPE = RecordShape()
+
+
+def journal_of(output: Path) -> Journal:
+    return Journal(Target(OutputConfig(output=str(output))))
 
 
 def line(row: int, text: str = "Grüße 🦜\u2028") -> bytes:
@@ -24,39 +33,40 @@ def line(row: int, text: str = "Grüße 🦜\u2028") -> bytes:
 
 
 def rows(path: Path) -> list[int]:
-    return [json.loads(one)["row"] for one in path.read_bytes().splitlines()]
+    return [json.loads(text)["row"] for text in path.read_bytes().splitlines()]
 
 
 # Locking
 
 
 def test_a_second_job_is_refused_while_the_first_lives(tmp_path: Path) -> None:
-    first = Journal(tmp_path / "out", single_file=False)
+    first = journal_of(tmp_path / "out")
     with pytest.raises(UsageError, match="another cbatch job"):
-        Journal(tmp_path / "out", single_file=False)
+        journal_of(tmp_path / "out")
     with pytest.raises(UsageError, match="another cbatch job"):
-        Journal(tmp_path / "elsewhere" / ".." / "out", single_file=False)
+        journal_of(tmp_path / "elsewhere" / ".." / "out")
     first.close()
-    Journal(tmp_path / "out", single_file=False).close()
+    journal_of(tmp_path / "out").close()
 
 
 def test_the_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
     hold = (
-        "import os, signal, sys; from pathlib import Path; from cbatch.output.journal import Journal; "
-        "Journal(Path(sys.argv[1]), False); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from cbatch.config import OutputConfig; from cbatch.output.journal import Journal; "
+        "from cbatch.output.target import Target; Journal(Target(OutputConfig(output=sys.argv[1]))); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     dead = subprocess.run([sys.executable, "-c", hold, tmp_path / "out"], cwd=Path(__file__).parent.parent)
     assert dead.returncode == -9
     assert (tmp_path / "out/.cbatch/lock").exists()
-    Journal(tmp_path / "out", single_file=False).close()
+    journal_of(tmp_path / "out").close()
 
 
 def test_a_programme_started_by_the_job_does_not_keep_its_lock(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "out", single_file=False)
+    journal = journal_of(tmp_path / "out")
     child = subprocess.Popen(["sleep", "30"], close_fds=False)
     journal.close()
     try:
-        Journal(tmp_path / "out", single_file=False).close()
+        journal_of(tmp_path / "out").close()
     finally:
         child.kill()
         child.wait()
@@ -64,9 +74,9 @@ def test_a_programme_started_by_the_job_does_not_keep_its_lock(tmp_path: Path) -
 
 def test_outputs_in_one_folder_have_states_of_their_own(tmp_path: Path) -> None:
     journals = [
-        Journal(tmp_path, single_file=False),
-        Journal(tmp_path / "a.jsonl", single_file=True),
-        Journal(tmp_path / "a.parquet", single_file=True),
+        journal_of(tmp_path),
+        journal_of(tmp_path / "a.jsonl"),
+        journal_of(tmp_path / "a.parquet"),
     ]
     assert len({journal.state for journal in journals}) == 3
     assert all(journal.state.name.startswith(".") for journal in journals)
@@ -77,7 +87,7 @@ def test_outputs_in_one_folder_have_states_of_their_own(tmp_path: Path) -> None:
 def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UsageError, match="can't write there"):
-        Journal(tmp_path / "file" / "out", single_file=False)
+        journal_of(tmp_path / "file" / "out")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -85,13 +95,13 @@ def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_settings_go_on_and_others_are_refused_by_name(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, single_file=False)
+    journal = journal_of(tmp_path)
     assert journal.manifest is None
     journal.begin({"seed": 7, "stop": ["a"], "temperature": 0.5, "system": None})
     assert journal.manifest == {"seed": 7, "stop": ["a"], "temperature": 0.5, "system": None}
-    journal.resume({"temperature": 0.5, "stop": ["a"], "seed": 7, "system": None})
+    journal.check({"temperature": 0.5, "stop": ["a"], "seed": 7, "system": None})
     with pytest.raises(UsageError) as refused:
-        journal.resume({"seed": 8, "stop": ["a"], "temperature": 0.5, "system": "é" * 500})
+        journal.check({"seed": 8, "stop": ["a"], "temperature": 0.5, "system": "é" * 500})
     text = str(refused.value)
     assert "seed: 7 before, 8 now" in text
     assert "system: null before, " in text
@@ -104,7 +114,7 @@ def test_the_same_settings_go_on_and_others_are_refused_by_name(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe"])
 def test_a_manifest_that_cannot_be_read_stops_the_job(tmp_path: Path, content: bytes) -> None:
-    journal = Journal(tmp_path, single_file=False)
+    journal = journal_of(tmp_path)
     (journal.state / "manifest.json").write_bytes(content)
     with pytest.raises(Fatal, match=r"manifest\.json: can't be read"):
         _ = journal.manifest
@@ -115,10 +125,10 @@ def test_a_write_that_fails_leaves_the_file_that_was_there(tmp_path: Path, monke
     def fail(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    write_atomically(tmp_path / "a.json", "before")
+    durable.replace(tmp_path / "a.json", [b"before"])
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        write_atomically(tmp_path / "a.json", "after")
+        durable.replace(tmp_path / "a.json", [b"af", b"ter"])
     assert (tmp_path / "a.json").read_text() == "before"
 
 
@@ -180,7 +190,7 @@ def test_repair_keeps_every_whole_record_and_nothing_else(
     path = tmp_path_factory.getbasetemp() / "repaired.jsonl"
     path.write_bytes(content[:cut])
     repair(path, SHAPE)
-    ends = np.cumsum([len(one) for one in lines])
+    ends = np.cumsum([len(text) for text in lines])
     assert rows(path) == [row for row, end in enumerate(ends) if end - 1 <= cut]
     assert path.read_bytes() == content[: path.stat().st_size]
 
@@ -212,7 +222,7 @@ def test_input_columns_named_as_in_a_batch_file_do_not_decide_whether_a_row_fail
 def test_an_index_is_believed_only_for_a_shard_of_the_size_it_was_made_for(tmp_path: Path) -> None:
     index = IndexFile(tmp_path / "part.idx")
     assert index.read() is None
-    entries = as_entries([(5, 0, 77, False), (2**40, 3, 2**32 - 1, True)])
+    entries = as_entries([Entry(5, 0, 77, False), Entry(2**40, 3, 2**32 - 1, True)])
     index.write(entries)
     assert index.read(100) is None
     index.finish(100)
@@ -224,7 +234,7 @@ def test_an_index_is_believed_only_for_a_shard_of_the_size_it_was_made_for(tmp_p
 
 def test_a_torn_index_gives_its_whole_entries(tmp_path: Path) -> None:
     index = IndexFile(tmp_path / "part.idx")
-    index.write(as_entries([(row, 0, 9, False) for row in range(3)]))
+    index.write(as_entries([Entry(row, 0, 9, False) for row in range(3)]))
     content = index.path.read_bytes()
     header = len(content) - 3 * as_entries([]).itemsize
     for cut in range(len(content) + 1):
@@ -241,20 +251,20 @@ def test_a_torn_index_gives_its_whole_entries(tmp_path: Path) -> None:
 
 
 def test_done_rows_are_told_apart_by_source() -> None:
-    done = Done(3)
-    done.add(as_entries([(0, 0, 5, False), (7, 2, 6, True)]))
+    done = Done()
+    done.add(as_entries([Entry(0, 0, 5, False), Entry(7, 2, 6, True)]))
     done.add(as_entries([]))
-    done.add(as_entries([(100_000, 0, 8, False)]))
+    done.add(as_entries([Entry(100_000, 0, 8, False)]))
     assert (done.digest(0, 0), done.digest(2, 7), done.digest(0, 100_000)) == (5, 6, 8)
     assert [done.digest(*place) for place in ((0, 7), (1, 0), (2, 0), (0, 10**9))] == [0, 0, 0, 0]
     assert (done.num_rows, done.num_failed) == (3, 1)
 
 
 def test_a_row_that_stands_twice_is_reported() -> None:
-    twice = as_entries([(4, 0, 5, False), (4, 0, 5, False)])
+    twice = as_entries([Entry(4, 0, 5, False)] * 2)
     with pytest.raises(Fatal, match="twice"):
-        Done(1).add(twice)
-    done = Done(1)
+        Done().add(twice)
+    done = Done()
     done.add(twice[:1])
     with pytest.raises(Fatal, match="twice"):
         done.add(twice[1:])

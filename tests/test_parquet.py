@@ -191,11 +191,6 @@ def test_standard_input_can_not_be_looked_through() -> None:
         parquet.schema_of(resolve(["-"]), "")
 
 
-def test_single_columns_can_be_read_back(tmp_path: Path) -> None:
-    _, out = convert(tmp_path, jsonl(tmp_path / "in.jsonl", [{"id": n} for n in range(2500)]))
-    assert list(parquet.read_columns(out, ["row", "source"])) == [(n, str(tmp_path / "in.jsonl")) for n in range(2500)]
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),

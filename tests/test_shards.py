@@ -17,13 +17,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cbatch.errors import Fatal
+from cbatch.config import OutputConfig
+from cbatch.errors import Fatal, RowError
 from cbatch.output import parquet
-from cbatch.output.journal import Done, Journal
-from cbatch.output.record import FIELDS, RecordShape, dumps
-from cbatch.output.shards import Shards
+from cbatch.output.index import Done
+from cbatch.output.record import FIELDS, dumps
+from cbatch.output.sink import make_sink
+from cbatch.output.target import Target
 from cbatch.rows.inputs import resolve
+from cbatch.rows.rank import WHOLE
 from cbatch.rows.reader import UNKNOWN_DIGEST, Source
+from cbatch.rows.request import Completion, Output, Row
 
 NUM_ROWS = 11
 ORDER = (3, 0, 1, 7, 2, 10, 5, 4, 6, 9, 8)  # in which the rows finish
@@ -86,44 +90,54 @@ def digest(row: int) -> int:
     return 1000 + row
 
 
+def completion(source: Source, row: int, failed: bool = False) -> Completion:
+    """Of which `record` is the record."""
+    given = Row(source.name, row, f"{source.name}:{row + 1}", columns(row), digest(row))
+    if failed:
+        return Completion.failed(given, RowError("invalid_prompt", f"row {row} is bad"))
+    return Completion(given, (Output(f"text {row} 🦜", (5, 6, 7, 8), "stop"),), num_prompt_tokens=3)
+
+
 class Job:
     """One run of a job without a model: `failing` rows end in an error."""
 
-    def __init__(self, source: Source, layout: Layout, shard_rows: int = 4) -> None:
-        schema = parquet.schema_of([source], "") if layout.format == "parquet" else None
+    def __init__(self, source: Source, layout: Layout, shard_rows: int = 4, **settings: bool) -> None:
+        output = Path(source.name).with_name(layout.name)
         self.source, self.layout = source, layout
-        self.journal = Journal(Path(source.name).with_name(layout.name), layout.single_file)
-        self.shards = Shards(
-            self.journal, RecordShape(), [source.name], schema, layout.single_file, layout.ordered, shard_rows
+        self.target = Target(
+            OutputConfig(
+                output=str(output), format=layout.format, ordered=layout.ordered, shard_rows=shard_rows, **settings
+            )
         )
+        self.output, self.state = self.target.path, self.target.state
+        self.sink = make_sink(self.target, [source], WHOLE, None, note=lambda _: None)
+
+    def open(self) -> Done:
+        """Find out what is done."""
+        return self.sink.open({"seed": 7})[1]
 
     def put(self, *rows: int, failing: tuple[int, ...] = ()) -> None:
-        entry, name = self.shards.entry, self.source.name
-        self.shards.append(
-            [(record(self.source, row, row in failing), entry(name, row, row in failing, digest(row))) for row in rows]
-        )
+        self.sink.write([completion(self.source, row, row in failing) for row in rows])
 
-    def run(self, retry_failed: bool = False, failing: tuple[int, ...] = (), rows: tuple[int, ...] = ORDER) -> Done:
+    def run(self, failing: tuple[int, ...] = (), rows: tuple[int, ...] = ORDER) -> Done:
         """Everything from finding out what is done to the end."""
-        done = self.shards.resume(retry_failed)
+        done = self.open()
         assert all(done.digest(0, row) in (0, UNKNOWN_DIGEST, digest(row)) for row in rows)
         left = [row for row in rows if not done.digest(0, row)]
         for start in range(0, len(left), 3):
             self.put(*left[start : start + 3], failing=failing)
-        self.shards.finish()
+        assert self.sink.finish([range(NUM_ROWS)]) == 0
         return done
 
-    def leave(self) -> None:
-        self.shards.close()
-        self.journal.close()
 
-
-def whole_run(source: Source, layout: Layout, **settings: Any) -> Done:
-    job = Job(source, layout)
+def whole_run(
+    source: Source, layout: Layout, failing: tuple[int, ...] = (), rows: tuple[int, ...] = ORDER, **settings: bool
+) -> Done:
+    job = Job(source, layout, **settings)
     try:
-        return job.run(**settings)
+        return job.run(failing, rows)
     finally:
-        job.leave()
+        job.sink.close()
 
 
 def published(source: Source, layout: Layout) -> list[dict[str, Any]]:
@@ -132,7 +146,7 @@ def published(source: Source, layout: Layout) -> list[dict[str, Any]]:
     if layout.format == "parquet":
         files = sorted(map(str, output.glob("part-*"))) if output.is_dir() else str(output)
         found = pa.dataset.dataset(files).to_table().to_pylist()
-        return [{**one, "meta": json.loads(one["meta"])} for one in found]
+        return [{**row, "meta": json.loads(row["meta"])} for row in found]
     files = sorted(output.glob("part-*")) if output.is_dir() else [output]
     content = b"".join(file.read_bytes() for file in files)
     assert content.endswith(b"\n")
@@ -154,7 +168,7 @@ def sizes(source: Source, layout: Layout) -> list[int]:
 
 def expect_all(source: Source, layout: Layout, failing: tuple[int, ...] = ()) -> None:
     found = published(source, layout)
-    in_order = found if layout.ordered else sorted(found, key=lambda one: one["row"])
+    in_order = found if layout.ordered else sorted(found, key=lambda row: row["row"])
     assert in_order == [record(source, row, row in failing) for row in range(NUM_ROWS)]
 
 
@@ -200,19 +214,19 @@ def test_an_output_without_rows_is_there_and_readable(source: Source, layout: La
 
 def test_records_of_a_folder_of_shards_are_in_its_state_as_soon_as_they_are_appended(source: Source) -> None:
     job = Job(source, Layout("folder"))
-    job.shards.resume(False)
+    job.open()
     job.put(3, 0)
-    growing = job.journal.state / "part-00000.jsonl"
+    growing = job.state / "part-00000.jsonl"
     assert [json.loads(line)["row"] for line in growing.read_bytes().splitlines()] == [3, 0]
     job.put(1, 7, 2, 10, 5, 4, 6)  # fills a shard and another
     assert sizes(source, job.layout) == [4, 4]
     assert [json.loads(line)["row"] for line in growing.with_name("part-00002.jsonl").read_bytes().splitlines()] == [6]
-    job.leave()
+    job.sink.close()
 
 
 def test_a_write_that_fails_in_the_middle_leaves_whole_records(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(source, Layout("folder"), shard_rows=100)
-    job.shards.resume(False)
+    job.open()
     job.put(3, 0)
     write = os.write
     left = [150]
@@ -228,9 +242,9 @@ def test_a_write_that_fails_in_the_middle_leaves_whole_records(source: Source, m
     with pytest.raises(OSError, match="No space"):
         job.put(1, 7, 2)
     monkeypatch.undo()
-    growing = job.journal.state / "part-00000.jsonl"
+    growing = job.state / "part-00000.jsonl"
     assert [json.loads(line)["row"] for line in growing.read_bytes().splitlines()] == [3, 0]
-    job.leave()
+    job.sink.close()
     whole_run(source, job.layout)
     expect_all(source, job.layout)
 
@@ -248,40 +262,40 @@ def test_a_write_may_take_only_a_part_at_a_time(source: Source, monkeypatch: pyt
 @every_layout
 def test_a_kill_at_any_byte_of_the_last_record_costs_at_most_that_record(source: Source, layout: Layout) -> None:
     job = Job(source, layout, shard_rows=100)
-    job.shards.resume(False)
+    job.open()
     job.put(3, 0)
-    growing, index = (job.journal.state / f"part-00000.{kind}" for kind in ("jsonl", "idx"))
+    growing, index = (job.state / f"part-00000.{kind}" for kind in ("jsonl", "idx"))
     whole = growing.stat().st_size
     job.put(1)
     content, entries = growing.read_bytes(), index.read_bytes()
-    job.leave()
+    job.sink.close()
     for cut in range(whole, len(content) + 1, 1 if layout == LAYOUTS[0] else 7):
         growing.write_bytes(content[:cut])
         index.write_bytes(entries)
         job = Job(source, layout, shard_rows=100)
-        done = job.shards.resume(False)
+        done = job.open()
         complete = cut >= len(content) - 1
         assert [row for row in range(NUM_ROWS) if done.digest(0, row)] == ([0, 1, 3] if complete else [0, 3])
         job.put(*(row for row in ORDER if not done.digest(0, row)))
         assert sorted(json.loads(line)["row"] for line in growing.read_bytes().splitlines()) == list(range(NUM_ROWS))
         if cut in (whole, len(content) - 1, len(content)):
-            job.shards.finish()
+            job.sink.finish([range(NUM_ROWS)])
             expect_all(source, layout)
-            for path in [*job.journal.output.glob("part-*"), *job.journal.state.glob("part-*")]:
+            for path in [*job.output.glob("part-*"), *job.state.glob("part-*")]:
                 path.unlink()
             if layout.single_file:
-                job.journal.output.unlink()
-        job.leave()
+                job.output.unlink()
+        job.sink.close()
 
 
 @every_layout
 @pytest.mark.parametrize("index", ["whole", "torn", "gone", "of another file"])
 def test_the_index_is_only_a_cache(source: Source, layout: Layout, index: str) -> None:
     job = Job(source, layout)
-    job.shards.resume(False)
+    job.open()
     job.put(*ORDER[:3])
-    job.leave()
-    for path in job.journal.state.glob("*.idx"):
+    job.sink.close()
+    for path in job.state.glob("*.idx"):
         content = path.read_bytes()
         if index == "torn":
             path.write_bytes(content[:-5])
@@ -321,10 +335,10 @@ def test_a_shard_that_was_edited_is_read_again(source: Source, layout: Layout) -
 
 def test_a_damaged_record_in_the_middle_is_never_skipped(source: Source) -> None:
     job = Job(source, Layout("folder"))
-    job.shards.resume(False)
+    job.open()
     job.put(3, 0, 1)
-    job.leave()
-    growing = job.journal.state / "part-00000.jsonl"
+    job.sink.close()
+    growing = job.state / "part-00000.jsonl"
     lines = growing.read_bytes().splitlines(keepends=True)
     damaged = lines[0] + lines[1][:20] + b"\n" + lines[2]
     growing.write_bytes(damaged)
@@ -335,21 +349,21 @@ def test_a_damaged_record_in_the_middle_is_never_skipped(source: Source) -> None
 
 def test_a_row_of_a_file_that_is_no_input_is_reported(source: Source) -> None:
     job = Job(source, Layout("folder"))
-    job.shards.resume(False)
+    job.open()
     stranger = {**record(source, 1), "source": "other.jsonl"}
-    (job.journal.output / "part-00000.jsonl").write_text(dumps(stranger) + "\n")
+    (job.output / "part-00000.jsonl").write_text(dumps(stranger) + "\n")
     with pytest.raises(Fatal, match=r"other\.jsonl"):
-        job.shards.resume(False)
-    job.leave()
+        job.open()
+    job.sink.close()
 
 
 @every_layout
 def test_another_shard_size_on_resume_loses_nothing(source: Source, layout: Layout) -> None:
     for shard_rows, rows in ((100, ORDER[:6]), (2, ORDER[:9]), (3, ORDER)):
         job = Job(source, layout, shard_rows)
-        done = job.shards.resume(False)
+        done = job.open()
         job.put(*(row for row in rows if not done.digest(0, row)))
-        job.leave()
+        job.sink.close()
     whole_run(source, layout)
     expect_all(source, layout)
 
@@ -361,7 +375,7 @@ def test_another_shard_size_on_resume_loses_nothing(source: Source, layout: Layo
 def test_a_finished_output_takes_more_rows(source: Source, layout: Layout) -> None:
     for rows in ((3, 0, 1, 7, 2), (10, 3, 5), ORDER):
         whole_run(source, layout, rows=rows)
-        assert {one["row"] for one in published(source, layout)} >= set(rows)
+        assert {found["row"] for found in published(source, layout)} >= set(rows)
     expect_all(source, layout)
 
 
@@ -370,11 +384,11 @@ def test_a_finished_output_takes_more_rows(source: Source, layout: Layout) -> No
 def test_failed_rows_are_done_until_a_retry_is_asked_for(source: Source, layout: Layout, interrupted: bool) -> None:
     failing = (3, 0, 1, 7, 6)
     job = Job(source, layout)
-    job.shards.resume(False)
+    job.open()
     job.put(*ORDER, failing=failing)
     if not interrupted:
-        job.shards.finish()
-    job.leave()
+        job.sink.finish([range(NUM_ROWS)])
+    job.sink.close()
     done = whole_run(source, layout)
     assert (done.num_rows, done.num_failed) == (NUM_ROWS, 5)
     expect_all(source, layout, failing)
@@ -391,10 +405,10 @@ def test_failed_rows_are_done_until_a_retry_is_asked_for(source: Source, layout:
 @every_layout
 def test_a_retry_that_is_interrupted_goes_on_without_being_asked_again(source: Source, layout: Layout) -> None:
     whole_run(source, layout, failing=(3, 6, 8))
-    job = Job(source, layout)
-    job.shards.resume(True)
+    job = Job(source, layout, retry_failed=True)
+    job.open()
     job.put(3)
-    job.leave()
+    job.sink.close()
     whole_run(source, layout)
     expect_all(source, layout)
 
@@ -404,7 +418,7 @@ def test_a_failed_row_that_a_retry_did_not_reach_is_not_done(source: Source, lay
     """As with a lower --limit."""
     whole_run(source, layout, failing=(3, 8))
     whole_run(source, layout, retry_failed=True, rows=(3,))
-    assert {one["row"] for one in published(source, layout)} == set(range(NUM_ROWS)) - {8}
+    assert {found["row"] for found in published(source, layout)} == set(range(NUM_ROWS)) - {8}
     whole_run(source, layout)
     expect_all(source, layout)
 
@@ -415,15 +429,15 @@ def test_overwriting_removes_what_the_job_wrote_and_nothing_else(source: Source,
     whole_run(source, layout, failing=(2,))
     other = output.parent / "mine.txt" if layout.single_file else output / "mine.txt"
     other.write_text("mine")
-    job = Job(source, layout)
-    job.journal.begin({"seed": 1})
-    assert job.shards.exists()
-    job.shards.remove()
-    assert not job.shards.exists()
-    assert job.journal.manifest is None
+    before = published(source, layout)
+    job = Job(source, layout, overwrite=True)
+    assert job.open().num_rows == 0
+    assert published(source, layout) == before  # until there is something else
+    job.put(3)
+    assert not job.target.final_files()
     assert other.read_text() == "mine"
-    job.run()
-    job.leave()
+    job.sink.close()
+    assert whole_run(source, layout).num_rows == 1
     expect_all(source, layout)
 
 
@@ -578,22 +592,22 @@ def test_no_series_of_kills_retries_and_lost_indexes_loses_or_doubles_a_row(
 ) -> None:
     remove_output(source)
 
-    def run(one: Run) -> None:
-        job = Job(source, layout, one.shard_rows)
+    def run(this: Run) -> None:
+        job = Job(source, layout, this.shard_rows, retry_failed=this.retry_failed)
         try:
-            job.run(one.retry_failed, tuple(one.failing), tuple(order))
+            job.run(tuple(this.failing), tuple(order))
         finally:
-            job.leave()
+            job.sink.close()
 
-    for one in series:
-        with killed(Kill(one.operations, one.torn)):
-            run(one)
+    for this in series:
+        with killed(Kill(this.operations, this.torn)):
+            run(this)
         for path in state_of(source, layout).glob("*.idx"):
-            if one.index == "lost":
+            if this.index == "lost":
                 path.unlink()
-            elif one.index == "cut":
+            elif this.index == "cut":
                 os.truncate(path, path.stat().st_size // 2)
-            elif one.index == "of zeros":
+            elif this.index == "of zeros":
                 path.write_bytes(bytes(path.stat().st_size))
     run(Run(0, False, True, frozenset(), 3, "kept"))
     expect_all(source, layout)

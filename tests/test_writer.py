@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from cbatch.config import OutputConfig
 from cbatch.errors import Fatal, RowError
-from cbatch.output.journal import Journal
 from cbatch.output.record import RecordShape
-from cbatch.output.shards import Shards
-from cbatch.output.writer import ReaderGone, ShardSink, StreamSink, Writer
+from cbatch.output.sink import Sink, make_sink
+from cbatch.output.stream import ReaderGone, StreamSink
+from cbatch.output.target import Target
+from cbatch.output.writer import Writer
+from cbatch.rows.rank import WHOLE
+from cbatch.rows.reader import Source
 from cbatch.rows.request import Completion, Output, Row
 
 
@@ -35,10 +39,11 @@ class Pipe(io.BytesIO):
         self.flushed = self.getvalue()
 
 
-class Recorder:
+class Recorder(StreamSink):
     """A sink that remembers what it was asked to do, and waits or fails if told to."""
 
     def __init__(self, fail_at: int | None = None, gate: threading.Event | None = None) -> None:
+        super().__init__(io.BytesIO(), RecordShape())
         self.rows: list[int] = []
         self.synced: list[int] = []
         self.fail_at, self.gate = fail_at, gate
@@ -46,7 +51,7 @@ class Recorder:
     def write(self, completions: list[Completion]) -> None:
         if self.gate:
             assert self.gate.wait(10)
-        self.rows += [one.row.index for one in completions]
+        self.rows += [completion.row.index for completion in completions]
         if self.fail_at is not None and len(self.rows) > self.fail_at:
             raise Fatal("can't write")
 
@@ -120,18 +125,21 @@ def test_a_stream_that_takes_no_more_is_no_traceback(code: int, expected: type[E
 
 
 def test_shards_get_the_records_with_their_digests(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "out", single_file=False)
-    shards = Shards(journal, RecordShape(), ["in.jsonl"], None, False, False, 100)
-    shards.resume(retry_failed=False)
-    writer = Writer(ShardSink(shards))
-    for one in (completion(1), completion(0, RowError("invalid_prompt", "no")), completion(2)):
-        writer.put(one)
-    writer.close()
-    shards.close()
+    def sink() -> Sink:
+        target = Target(OutputConfig(output=str(tmp_path / "out")))
+        return make_sink(target, [Source("in.jsonl", "jsonl")], WHOLE, None, note=pytest.fail)
+
+    first = sink()
+    first.open({})
+    with Writer(first) as writer:
+        for number, error in ((1, None), (0, RowError("invalid_prompt", "no")), (2, None)):
+            writer.put(completion(number, error))
+    first.close()
     (growing,) = (tmp_path / "out" / ".cbatch").glob("part-*.jsonl")
     records = [json.loads(line) for line in growing.read_text().split("\n")[:-1]]
-    assert [(one["row"], one["finish_reason"]) for one in records] == [(1, "stop"), (0, "error"), (2, "stop")]
-    done = Shards(journal, RecordShape(), ["in.jsonl"], None, False, False, 100).resume(retry_failed=False)
+    assert [(record["row"], record["finish_reason"]) for record in records] == [(1, "stop"), (0, "error"), (2, "stop")]
+    second = sink()
+    _, done = second.open({})
     assert (done.num_rows, done.num_failed) == (3, 1)
     assert [done.digest(0, number) for number in range(4)] == [5, 5, 5, 0]
-    journal.close()
+    second.close()

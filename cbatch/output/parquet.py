@@ -1,12 +1,14 @@
-"""JSONL records -> Parquet, under a schema that is fixed before the first row is generated.
+"""Records as Parquet, under a schema that is fixed before the first row is generated.
 
-A column of the input keeps its type where JSON can hold it: booleans, integers, floats, text, and lists and structs of
-these. Dates, decimals, bytes and the like become text; a column with maps in it holds JSON text. In JSONL input a column whose values are of one of the first
-four kinds has that type (null allowed); a column that is nested or mixed holds JSON text.
+A column of a Parquet input keeps its type where JSON can hold it: booleans, integers, floats, text, and lists and
+structs of these. Dates, decimals, bytes and the like become text; a column with maps in it holds JSON text. A column of
+a JSONL input whose values are all booleans, all integers, all floats or all text has that type (null allowed); one that
+is nested or mixed holds JSON text.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -28,14 +30,14 @@ def schema_of(sources: Sequence[Source], prefix: str) -> pa.Schema:
     """The columns of all sources, then those that cbatch adds. Reads JSONL files once, from end to end."""
     fields: dict[str, pa.Field] = {}
     for source in sources:
-        for one in _fields(source):
-            known = fields.setdefault(one.name, one)
-            fields[one.name] = _widened(known, one)
+        for field in _fields(source):
+            known = fields.setdefault(field.name, field)
+            fields[field.name] = _widened(known, field)
     for name in FIELDS:
         if prefix + name in fields:
             raise UsageError(f"the input has a column {prefix + name!r} already; choose a --prefix")
         fields[prefix + name] = pa.field(prefix + name, _ADDED.get(name, pa.string()))
-    return pa.schema([one if one.type != pa.null() else one.with_type(pa.string()) for one in fields.values()])
+    return pa.schema([field if field.type != pa.null() else field.with_type(pa.string()) for field in fields.values()])
 
 
 def write(path: Path, records: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
@@ -43,21 +45,13 @@ def write(path: Path, records: Iterable[dict[str, Any]], schema: pa.Schema) -> N
     rest = iter(records)
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
         while rows := list(islice(rest, _BATCH)):
-            writer.write_batch(pa.record_batch([_column(rows, one) for one in schema], schema=schema))
-
-
-def read_columns(path: Path, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """The values of some columns, row by row."""
-    for batch in pq.ParquetFile(path).iter_batches(columns=list(names)):
-        yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+            writer.write_batch(pa.record_batch([_column(rows, field) for field in schema], schema=schema))
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file that `write` made."""
-    import json
-
     file = pq.ParquetFile(path)
-    texts = [one.name for one in file.schema_arrow if one.metadata == _JSON]
+    texts = [field.name for field in file.schema_arrow if field.metadata == _JSON]
     for batch in file.iter_batches(batch_size=_BATCH):
         for record in batch.to_pylist():
             for name in texts:
@@ -65,23 +59,23 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _column(rows: list[dict[str, Any]], one: pa.Field) -> pa.Array:
-    values = [row.get(one.name) for row in rows]
-    if one.metadata == _JSON:
+def _column(rows: list[dict[str, Any]], field: pa.Field) -> pa.Array:
+    values = [row.get(field.name) for row in rows]
+    if field.metadata == _JSON:
         values = [None if value is None else dumps(value) for value in values]
-    return pa.array(values, one.type)
+    return pa.array(values, field.type)
 
 
 def _fields(source: Source) -> list[pa.Field]:
     if source.kind == "text":
         return [pa.field("prompt", pa.string())]
     if source.kind == "parquet":
-        return [_field(one.name, _native(one.type)) for one in pq.ParquetFile(source.name).schema_arrow]
+        return [_field(column.name, _native(column.type)) for column in pq.ParquetFile(source.name).schema_arrow]
     if source.kind == "dataset":
         features = source.dataset.features
         if features is None:
             raise UsageError(f"{source.name}: its columns are not known beforehand; write JSONL instead of Parquet")
-        return [_field(one.name, _native(one.type)) for one in features.arrow_schema]
+        return [_field(column.name, _native(column.type)) for column in features.arrow_schema]
     if source.name == "-":
         raise UsageError("standard input can't be looked through beforehand, which Parquet needs; write JSONL instead")
     return _fields_of_json(row.data for row in source.rows())
@@ -111,6 +105,7 @@ def _kind(value: Any) -> pa.DataType | None:
 
 
 def _widened(a: pa.Field, b: pa.Field) -> pa.Field:
+    """A field of the output that holds the values of both."""
     if a.equals(b, check_metadata=True) or b.type == pa.null():
         return a
     return b if a.type == pa.null() else _field(a.name, None)
@@ -124,8 +119,8 @@ def _native(kind: pa.DataType) -> pa.DataType | None:
     if types.is_dictionary(kind):
         return _native(kind.value_type)
     if types.is_struct(kind):
-        fields = [(one.name, _native(one.type)) for one in kind]
-        return None if any(one is None for _, one in fields) else pa.struct(fields)
+        fields = [(field.name, _native(field.type)) for field in kind]
+        return None if any(native is None for _, native in fields) else pa.struct(fields)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_list_view(kind):
         values = _native(kind.value_type)
         return None if values is None else pa.list_(values)

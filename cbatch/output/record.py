@@ -1,11 +1,11 @@
-"""A completion -> the record that is written for it, and back to what a record is about."""
+"""The record that is written for a completion, and how to tell from a record which row it is of."""
 
 from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.errors import RowError
 from cbatch.rows import openai
@@ -15,6 +15,14 @@ FIELDS = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "
 
 # Valid inside a JSON string, but line breaks to many readers, or no characters at all.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class RecordKey(NamedTuple):
+    """Which row a record is of, and whether that failed."""
+
+    source: str
+    row: int
+    failed: bool
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,14 @@ class RecordShape:
         collision = output.error is not None and output.error.kind == "column_collision"
         return added if collision else {**row.data, **added}
 
-    def key(self, record: dict[str, Any]) -> tuple[str, int, bool]:
-        """Source, row, and whether it failed; KeyError or TypeError if this is no record of this shape."""
+    def key(self, record: dict[str, Any]) -> RecordKey:
+        """The row that a record is of; KeyError or TypeError if this is no record of this shape."""
         source, row = record[self.prefix + "source"], record[self.prefix + "row"]
         if not isinstance(source, str) or not isinstance(row, int):
             raise TypeError("source or row of the wrong type")
         error = self.prefix + "error"
-        return source, row, record[error] is not None if error in record else openai.is_failure(record)
+        failed = record[error] is not None if error in record else openai.is_failure(record)
+        return RecordKey(source, row, failed)
 
     def _is_openai(self, row: Row) -> bool:
         return self.openai and openai.is_request(row)

@@ -1,4 +1,4 @@
-"""Reading and tokenizing in a thread beside the engine, a bounded number of requests ahead."""
+"""Reading and tokenizing in a thread beside the engine, a bounded number of requests ahead of it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ class Feed:
         self.ended = False
         threading.Thread(target=self._run, name="reader", daemon=True).start()
 
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Read no further."""
+        self._stopped.set()
+
     def take(self, wait: bool) -> Request | None:
         """The next request; None if there is none now. With `wait`, it has a moment to come."""
         if self._held:
@@ -50,10 +57,6 @@ class Feed:
         while not self.ended and self._held is None:
             self._held = self.take(wait=True)
         return self._held is None
-
-    def stop(self) -> None:
-        """Read no further."""
-        self._stopped.set()
 
     def _run(self) -> None:
         try:

@@ -1,0 +1,36 @@
+"""The line with which a run begins: the model, and what the settings came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cbatch import __version__
+from cbatch.config import EngineConfig
+from cbatch.rows.prompt import PromptBuilder
+
+if TYPE_CHECKING:
+    from cbatch.engine.places import Place
+    from cbatch.engine.protocol import Facts
+
+
+def first_line(config: EngineConfig, builder: PromptBuilder, facts: Facts, places: Sequence[Place]) -> str:
+    """Says with what rows are completed."""
+    sampling = builder.sampling
+    draw = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
+    where, each = facts.device, ""
+    if facts.num_replicas > 1:
+        where, each = facts.device_type, f"{facts.num_replicas} engines ({'; '.join(map(str, places))}), each "
+    text = (
+        f"cbatch {__version__}: {config.model} ({facts.dtype} on {where}), "
+        f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "
+        f"{each}up to {facts.max_num_seqs} sequences, KV cache for {facts.capacity:,} tokens"
+    )
+    if config.kv_cache_dtype != "auto":
+        text += f" in {config.kv_cache_dtype}"
+    if facts.capacity < facts.max_model_len:
+        text += f", so no row can be longer, though the context is {facts.max_model_len:,}"
+    text += "".join(f"; {note}" for note in facts.notes)
+    if not facts.has_eos:
+        text += "; the model names no end-of-sequence token, so only --stop and --max-tokens end a row"
+    return text

@@ -1,0 +1,46 @@
+"""A shard while it grows: a JSONL file in the state folder that records are appended to, and its index."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cbatch.output import durable
+from cbatch.output.index import Entry, IndexFile, as_entries
+from cbatch.output.lines import to_lines
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+
+
+class Indexed(NamedTuple):
+    """A record, and what the index is to remember of it."""
+
+    record: dict[str, Any]
+    entry: Entry
+
+
+class GrowingShard:
+    """A growing shard, open; its index must exist."""
+
+    def __init__(self, path: Path, index: IndexFile) -> None:
+        entries = index.read()
+        self.num_rows = 0 if entries is None else len(entries)
+        self._file, self._index = os.open(path, _APPEND, 0o666), os.open(index.path, _APPEND, 0o666)
+
+    def append(self, records: Sequence[Indexed]) -> None:
+        """Write records, so that they survive the death of this process."""
+        durable.append(self._file, b"".join(to_lines(indexed.record for indexed in records)))
+        durable.append(self._index, as_entries(indexed.entry for indexed in records).tobytes())
+        self.num_rows += len(records)
+
+    def sync(self) -> None:
+        """Have everything appended so far survive the death of the machine."""
+        os.fdatasync(self._file)
+        os.fdatasync(self._index)
+
+    def close(self) -> None:
+        self.sync()
+        os.close(self._file)
+        os.close(self._index)
