@@ -7,6 +7,7 @@ nearest even, and a module is scanned once a launch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ _FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e5: (torch.float8_
 
 
 def _is_bf16(value: Any) -> bool:
-    return isinstance(value, Handle) and value.dtype.scalar == tl.bfloat16
+    return isinstance(value, Handle) and value.dtype.scalar.name == "bf16"
 
 
 def _widened(value: Any) -> Any:
@@ -78,6 +79,22 @@ def _create_fp_to_fp(self: Any, source: Any, target: Any, mode: Any) -> Any:
 
 Builder.create_dot, Builder.cast_impl, Builder.create_fp_to_fp = _create_dot, _cast_impl, _create_fp_to_fp
 Builder.get_bf16 = lambda _self, value: _rounded(np.array([value], np.float32))
+
+# A third of all work: every integer operation a second time in 64 bits, for an assertion that only `debug` looks at.
+interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
+_np_dtype_of, _np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+
+def _get_np_dtype(kind: Any) -> Any:
+    """A table of all types is made at every call; here it is made once for each type."""
+    name = kind.scalar.name
+    if name not in _np_dtypes:
+        _np_dtypes[name] = _np_dtype_of(kind)
+    return _np_dtypes[name]
+
+
+interpreter._get_np_dtype = _get_np_dtype
 
 _scan, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
 _scanned: set[int] = set()
