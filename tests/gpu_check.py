@@ -313,7 +313,7 @@ def build(
     layers = layer_shapes(model)
     substitute(model, layers, 32)
     cache = KVCache(layers, num_blocks, 32, model.dtype, check.device)
-    runner = Runner(model, cache, ())
+    runner = Runner(model, cache)
     if graphs and not check.dry and not runner.record(budget, seqs, -(-longest // 32), longest):
         raise AssertionError(f"{runner.notes[-1]}")
     scheduler = make_scheduler("continuous", BlockPool(num_blocks, 32), budget, seqs)

@@ -177,12 +177,12 @@ def test_a_model_with_an_fp8_cache_computes_with_keys_and_values_in_fp8(monkeypa
     model, device = make_model(make_config(head_dim=16), "cbatch"), torch.device("cpu")
     layers, ids = layer_shapes(model), torch.arange(3, 40)
     batch = replace(single(0, 37, 3, 16, device), input_ids=ids)
-    want = Runner(model, Rounding(layers, 3, 16, torch.float32, device), ()).forward(batch).detach()
-    plain = Runner(model, KVCache(layers, 3, 16, torch.float32, device), ()).forward(batch).detach()
+    want = Runner(model, Rounding(layers, 3, 16, torch.float32, device)).forward(batch).detach()
+    plain = Runner(model, KVCache(layers, 3, 16, torch.float32, device)).forward(batch).detach()
     monkeypatch.setattr(ops, "interpreted", True)
     cache = KVCache(layers, 3, 16, torch.float8_e4m3fn, device)
     with torch.inference_mode():
-        got = Runner(model, cache, ()).forward(batch)
+        got = Runner(model, cache).forward(batch)
     assert error(got, want) < 1e-3 < error(plain, want)
 
 
