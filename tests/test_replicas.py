@@ -48,16 +48,16 @@ def test_completions_and_counts_are_those_of_one_engine(job: Callable[..., int])
     rows[7]["prompt"] = "the rain " * 400
     write_rows(rows)
     settings: dict[str, Any] = {"max_num_seqs": 8, "enable_prefix_caching": False}
-    assert job(output="one", **settings) == SOME_FAILED
-    assert job(output="two", data_parallel_size="2", **settings) == SOME_FAILED
-    assert records("two") == records("one")
-    assert records("one")[7]["error_kind"] == "prompt_too_long"
-    one, two = summary("one"), summary("two")
-    assert (one["engines"], two["engines"]) == (1, 2)
-    assert two["rows"] == one["rows"]
-    work = [found["tokens"]["computed_prefill"] + found["tokens"]["computed_decode"] for found in (one, two)]
+    assert job(output="single", **settings) == SOME_FAILED
+    assert job(output="double", data_parallel_size="2", **settings) == SOME_FAILED
+    assert records("double") == records("single")
+    assert records("single")[7]["error_kind"] == "prompt_too_long"
+    single, double = summary("single"), summary("double")
+    assert (single["engines"], double["engines"]) == (1, 2)
+    assert double["rows"] == single["rows"]
+    work = [found["tokens"]["computed_prefill"] + found["tokens"]["computed_decode"] for found in (single, double)]
     assert work[0] == work[1]
-    assert two["cost"] == one["cost"]
+    assert double["cost"] == single["cost"]
 
 
 def test_what_is_wrong_for_an_engine_is_said_as_if_there_were_one(job: Callable[..., int]) -> None:
@@ -77,23 +77,34 @@ def test_a_baseline_has_one_engine() -> None:
         EngineConfig(data_parallel_size="2", scheduling="static")
 
 
-# Processes that die. The model is the one of tests/fleet.py
+# Processes that die. The model is the one of tests/failing_replicas.py
 
 
 class Run:
-    """The command in a process group of its own."""
+    """A `cbatch run` with several engines, in a process group of its own."""
 
-    def __init__(self, model: Path, engines: int, *more: object, **environ: str) -> None:
-        command = ["run", "in.jsonl", "-m", model, "-o", f"out-{engines}", "--max-tokens", 12, "--progress", "plain"]
-        command += ["--shard-rows", 40, "--data-parallel-size", engines, *more]
+    def __init__(self, model: Path, num_engines: int, *more: object, **environ: str) -> None:
+        command = [
+            "run",
+            "in.jsonl",
+            "-m",
+            model,
+            "-o",
+            f"out-{num_engines}",
+            "--max-tokens",
+            12,
+            "--progress",
+            "plain",
+        ]
+        command += ["--shard-rows", 40, "--data-parallel-size", num_engines, *more]
         with Path("stderr").open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fleet", *map(str, command)],
+                [sys.executable, "-m", "tests.failing_replicas", *map(str, command)],
                 stderr=stderr,
                 env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **environ},
                 start_new_session=True,
             )
-        self.output = f"out-{engines}"
+        self.output = f"out-{num_engines}"
 
     def wait(self) -> int:
         return self.process.wait(120)
@@ -124,7 +135,7 @@ def is_alive(process: int) -> bool:
 
 @pytest.fixture
 def start(tiny_model: Path) -> Iterator[Callable[..., Run]]:
-    """Runs that do not outlive their test: start(engines, "--flag", NAME="in the environment")."""
+    """Starts a run that does not outlive its test: start(num_engines, "--flag", NAME="in the environment")."""
     runs: list[Run] = []
 
     def start(*args: Any, **environ: str) -> Run:
@@ -138,9 +149,9 @@ def start(tiny_model: Path) -> Iterator[Callable[..., Run]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    """The records of one engine."""
+    """The records of a job with one engine."""
     before = Path.cwd()
-    os.chdir(tmp_path_factory.mktemp("one"))
+    os.chdir(tmp_path_factory.mktemp("single"))
     write_input()
     assert Run(tiny_model, 1).wait() == OK
     yield records("out-1")
@@ -153,7 +164,7 @@ def test_rows_are_shared_evenly_however_few_there_are(start: Callable[..., Run])
     assert run.wait() == OK
     assert " 3 engines (" in run.said()
     assert sorted(map(len, engines().values())) == [1, 2, 2]
-    assert [one["id"] for one in records("out-3")] == [f"r{row}" for row in range(5)]
+    assert [record["id"] for record in records("out-3")] == [f"r{row}" for row in range(5)]
 
 
 def test_a_process_that_is_killed_costs_no_row(start: Callable[..., Run], expected: list[dict[str, Any]]) -> None:
@@ -165,7 +176,7 @@ def test_a_process_that_is_killed_costs_no_row(start: Callable[..., Run], expect
     assert records("out-2") == expected
     assert run.said().count("died (SIGKILL") == 1
     ran = [row for rows in engines().values() for row in rows]
-    assert NUM_ROWS < len(ran) <= NUM_ROWS + 2 * 16  # only what the dead one had was run again
+    assert NUM_ROWS < len(ran) <= NUM_ROWS + 2 * 16  # only the rows of the dead process were run again
 
 
 def test_a_row_that_kills_its_process_fails_and_no_other_does(
@@ -175,9 +186,9 @@ def test_a_row_that_kills_its_process_fails_and_no_other_does(
     run = start(2, CBATCH_TEST_DEADLY="31")
     assert run.wait() == SOME_FAILED, run.said()
     found = records("out-2")
-    assert [one["row"] for one in found] == list(range(NUM_ROWS))
-    assert {one["row"]: one["error_kind"] for one in found if one["error"]} == {31: "worker_died"}
-    assert all(one["error"] or one == expected[one["row"]] for one in found)
+    assert [record["row"] for record in found] == list(range(NUM_ROWS))
+    assert {record["row"]: record["error_kind"] for record in found if record["error"]} == {31: "worker_died"}
+    assert all(record["error"] or record == expected[record["row"]] for record in found)
     assert found[31]["error"].startswith("in.jsonl:32: ")
     assert sum(31 in rows for rows in engines().values()) >= 2
 

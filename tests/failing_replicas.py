@@ -1,8 +1,8 @@
-"""A job with engines whose model is exact, costs nothing and fails when told to: `python -m tests.fleet run ...`.
+"""`cbatch run` with engines that fail when told to: `python -m tests.failing_replicas run ...`.
 
-The process of each engine runs this module, too. It writes which rows it runs to a file `engine-PID`. The environment
-says what goes wrong: CBATCH_TEST_BOOT ends a process before it has an engine; CBATCH_TEST_DEADLY are rows that kill the
-process which runs them, CBATCH_TEST_STEP the seconds of a step.
+The model is exact and costs nothing. The process of each engine imports this module, too, and writes which rows it runs
+to a file `engine-PID`. The environment says what goes wrong: with CBATCH_TEST_BOOT a process ends before it has an
+engine; CBATCH_TEST_DEADLY lists rows that kill the process which runs them; CBATCH_TEST_STEP is the seconds of a step.
 """
 
 from __future__ import annotations
