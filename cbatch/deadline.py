@@ -1,4 +1,4 @@
-"""When a run has to leave: soon after a signal, and before its time is up."""
+"""When a run has to end: soon after a signal, and before its time limit."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 class Deadline:
-    """The moment at which a run leaves. A time limit sets it, and a signal moves it to now, or `--grace` from now.
+    """The moment at which a run begins to end. A time limit sets it; a signal moves it to now, or `--grace` from now.
 
-    Python runs the handlers of signals in the main thread, between two bytecodes: never while that is deep in a
-    forward pass, a tokenizer or the loading of weights. So a thread of its own hears them, through a pipe that the
-    interpreter's handler in C writes to at once, and ends the process if the main thread has not left in time.
+    Python runs signal handlers in the main thread, between two bytecodes: never while that thread is deep in a forward
+    pass, a tokenizer or the loading of weights. So a thread of its own learns of signals, through a pipe to which the
+    interpreter's handler in C writes at once, and ends the process if the main thread has not ended the run in time.
     """
 
     def __init__(
         self, task: TaskConfig, expected: Callable[[], float], environ: Mapping[str, str] = os.environ
     ) -> None:
-        """`expected`: the seconds that a row which starts now will run, as far as one can tell."""
+        """`expected`: returns an estimate of the seconds that a row takes from its start to its end."""
         self.grace, self._expected = task.grace, expected
-        self.seconds, self.reason = time_limit(task.time_limit, environ)  # the limit and whose it is
+        self.seconds, self.reason = time_limit(task.time_limit, environ)  # reason: the flag, variable or signal
         self.at = time.monotonic() + self.seconds - _LEAVING  # when to leave
-        self.rows_run = False  # else there is nothing to wait for
+        self.rows_run = False  # rows are being completed; before that there is nothing to wait for
         self.note: Callable[[str], None] = lambda _: None
         self.last_words: Callable[[], None] = lambda: None  # called in a thread before the process is ended
 
     @property
     def is_near(self) -> bool:
-        """Whether a row that starts now would not end in time."""
+        """Whether it is too late to start a row."""
         return time.monotonic() >= self.at - (self.grace or self._expected())
 
     @property
     def is_past(self) -> bool:
+        """Whether the run has to end after the present step."""
         return time.monotonic() >= self.at
 
     def __str__(self) -> str:
@@ -54,36 +55,36 @@ class Deadline:
         return f"until {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(time.time() + self.seconds))} ({self.reason})"
 
     def __enter__(self) -> Deadline:
-        ears, self._mouth = os.pipe()
-        os.set_blocking(self._mouth, False)
-        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
-        self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
-        self._mouth_before = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, args=(ears,), name="deadline", daemon=True)
+        read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup stays nohup
+        self._handlers_before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, args=(read_end,), name="deadline", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._mouth_before)
-        for number, handler in self._before.items():
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
-        os.close(self._mouth)
+        os.close(self._write_end)
         self._thread.join()
 
-    def _watch(self, ears: int) -> None:
-        """Hear signals until the other end of the pipe is closed; end the process when the last moment has come."""
-        asked = False
+    def _watch(self, read_end: int) -> None:
+        """Take signals from the pipe until its other end is closed; end the process when the last moment has come."""
+        asked = False  # to end, by a signal
         while True:
             seconds = self.at + (_STEP if self.rows_run else 0) - time.monotonic()
             if seconds <= 0:
                 self._end(INTERRUPTED, _LAST_WORDS)
-            if not select.select([ears], [], [], min(seconds, 1e6))[0]:
+            if not select.select([read_end], [], [], min(seconds, 1e6))[0]:
                 continue
-            numbers = os.read(ears, 64)
+            numbers = os.read(read_end, 64)
             if not numbers:
-                return os.close(ears)
+                return os.close(read_end)
             for number in numbers:
-                if number not in self._before:
+                if number not in self._handlers_before:
                     continue
                 if asked:
                     self._end(KILLED + number, 0.2)
@@ -105,14 +106,14 @@ class Deadline:
 
 
 def _aside(function: Callable[[], None], seconds: float) -> None:
-    """Wait for something that may hang, as writing to a terminal or a disk can, but not longer."""
+    """Call a function that may hang, as writing to a terminal or a disk can, and wait for it at most so many seconds."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
 def time_limit(asked: str | None, environ: Mapping[str, str]) -> tuple[float, str]:
-    """The seconds that a run has, and who says so: the earlier of `--time-limit` and the end of the Slurm job."""
+    """The seconds that a run has, from `asked` (`--time-limit`) or the end of the Slurm job, and which of the two it is."""
     if asked == "none":
         return math.inf, ""
     limits = [(math.inf, "")]
@@ -125,7 +126,7 @@ def time_limit(asked: str | None, environ: Mapping[str, str]) -> tuple[float, st
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of 90, 90s, 30m, 2h, 1d, and of what Slurm takes: MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS."""
+    """A duration in seconds: 90, 90s, 30m, 2h, 1d, or in Slurm's forms MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text):
         return float(match[1]) * _UNITS[match[2]]
     if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}", text):

@@ -1,4 +1,4 @@
-"""Standard streams that harm no run, however they were left to it."""
+"""Standard input, output and error made safe for a run: closed, broken or shared streams do no harm."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def secure_standard_streams() -> None:
-    """Open those that are closed, so that no file of the job gets their number and is printed into.
+    """Open the standard streams that are closed, so that no file of the job gets their number and is printed into.
 
-    From here on, what is printed to standard error is lost if nobody takes it, and whoever prints it is not told.
+    From here on, text printed to standard error is lost without an exception if nobody reads it.
     """
     for number in range(3):
         try:
@@ -27,6 +27,8 @@ def secure_standard_streams() -> None:
 
 
 class _Unbreakable(io.FileIO):
+    """A file whose writes never fail."""
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
@@ -36,7 +38,7 @@ class _Unbreakable(io.FileIO):
 
 @contextmanager
 def stdout_for_records() -> Iterator[Any]:
-    """Standard output for records only: what a library prints there goes to stderr meanwhile."""
+    """Standard output for records only; meanwhile, text that a library prints there goes to standard error."""
     records = os.fdopen(os.dup(1), "wb", buffering=1 << 16)
     os.dup2(2, 1)
     try:

@@ -166,7 +166,7 @@ class Job:
         found: list[dict[str, Any]] = []
         for path in self.finals():
             if path.suffix == ".parquet":
-                found += [{**one, "meta": json.loads(one["meta"]), "prompt": json.loads(one["prompt"])} for one in
+                found += [{**record, "meta": json.loads(record["meta"]), "prompt": json.loads(record["prompt"])} for record in
                           pq.read_table(path).to_pylist()]  # fmt: skip
                 continue
             content = path.read_bytes()
@@ -203,14 +203,14 @@ class Job:
     def check(self) -> None:
         """After a kill: what is published is whole and right, and no row is in it twice."""
         found = self.records()
-        assert len({one["row"] for one in found}) == len(found)
-        assert all(summary(one) == expected()[one["row"]] for one in found)
+        assert len({record["row"] for record in found}) == len(found)
+        assert all(summary(record) == expected()[record["row"]] for record in found)
 
     def check_end(self) -> None:
         found = self.records()
-        in_order = found if "--ordered" in self.layout else sorted(found, key=lambda one: one["row"])
-        assert [one["row"] for one in in_order] == list(range(NUM_ROWS))
-        assert [summary(one) for one in in_order] == expected()
+        in_order = found if "--ordered" in self.layout else sorted(found, key=lambda record: record["row"])
+        assert [record["row"] for record in in_order] == list(range(NUM_ROWS))
+        assert [summary(record) for record in in_order] == expected()
         kept = {"lock", "manifest.json", "summary.json", *(f"part-{n:05d}.idx" for n in range(len(self.finals())))}
         left = {path.name for path in self.state.iterdir()}
         assert left == kept, (self.layout, left ^ kept)

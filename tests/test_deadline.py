@@ -69,8 +69,8 @@ def test_a_run_leaves_ten_seconds_before_its_limit_and_starts_no_row_that_would_
             Deadline(TaskConfig(time_limit=f"{limit}", grace=grace), lambda: 7.0, {})
             for limit in (9, 11, 9 + seconds, 11 + seconds)
         ]
-        assert [one.is_past for one in near] == [True, False, False, False]
-        assert [one.is_near for one in near] == [True, True, True, False]
+        assert [deadline.is_past for deadline in near] == [True, False, False, False]
+        assert [deadline.is_near for deadline in near] == [True, True, True, False]
     endless = Deadline(TaskConfig(), lambda: 1e9, {})
     assert not endless.is_near
     assert str(endless) == ""

@@ -22,17 +22,17 @@ def test_sampled_rows_follow_their_ids_when_the_input_is_shuffled_cut_or_moved(t
     settings: dict[str, Any] = {"model": str(tiny_model), "temperature": 1.0, "seed": 7, "max_tokens": 12}
     write_rows(rows)
     assert run_job("in.jsonl", output="out", **settings) == OK
-    texts = {one["id"]: one["completion"] for one in records()}
+    texts = {record["id"]: record["completion"] for record in records()}
     assert len(set(texts.values())) > 60
     random.Random(1).shuffle(rows)
     Path("elsewhere").mkdir()
     write_rows(rows[:32], "elsewhere/other.jsonl")
     assert run_job("elsewhere/other.jsonl", output="half", **settings, max_num_seqs=3) == OK
-    assert {one["id"]: one["completion"] for one in records("half")} == {
+    assert {record["id"]: record["completion"] for record in records("half")} == {
         row["id"]: texts[row["id"]] for row in rows[:32]
     }
     assert run_job("in.jsonl", output="seed", **{**settings, "seed": 8}) == OK
-    assert {one["id"]: one["completion"] for one in records("seed")} != texts
+    assert {record["id"]: record["completion"] for record in records("seed")} != texts
 
 
 def test_a_model_without_an_end_of_sequence_token_runs_and_says_so_once(
@@ -48,7 +48,7 @@ def test_a_model_without_an_end_of_sequence_token_runs_and_says_so_once(
     for model, times in (("endless", 1), (str(tiny_model), 0)):
         assert run_job("in.jsonl", model=model, output=f"out-{times}", max_tokens=3, progress="plain") == OK
         assert capsys.readouterr().err.count("the model names no end-of-sequence token") == times
-    assert {one["finish_reason"] for one in records("out-1")} == {"length"}
+    assert {record["finish_reason"] for record in records("out-1")} == {"length"}
 
 
 def test_the_first_line_names_what_was_not_set_and_the_last_how_many_rows_it_cut(
@@ -61,7 +61,7 @@ def test_the_first_line_names_what_was_not_set_and_the_last_how_many_rows_it_cut
     said = capsys.readouterr().err
     assert "max_tokens 256, greedy" in said.splitlines()[0]
     assert "100% of rows ended by --max-tokens or the context" in said
-    assert [one["completion_tokens"] for one in records()] == [256, 5, 5, 5]
+    assert [record["completion_tokens"] for record in records()] == [256, 5, 5, 5]
 
 
 def test_every_row_is_counted_as_completed_or_failed_through_stops_retries_and_mended_lines(tiny_model: Path) -> None:
@@ -80,18 +80,20 @@ def test_every_row_is_counted_as_completed_or_failed_through_stops_retries_and_m
         >= {"total": 100, "ok": 38, "failed": 2, "done_earlier": 60, "failed_earlier": 5}.items()
     )
     before = records()
-    assert {one["row"]: one["error_kind"] for one in before if one["error"]} == kinds
-    assert all(one["error"].startswith(f"in.jsonl:{one['row'] + 1}: ") for one in before if one["error"])
-    assert all((one["completion"] is None) == bool(one["error"]) for one in before)
+    assert {record["row"]: record["error_kind"] for record in before if record["error"]} == kinds
+    assert all(record["error"].startswith(f"in.jsonl:{record['row'] + 1}: ") for record in before if record["error"])
+    assert all((record["completion"] is None) == bool(record["error"]) for record in before)
 
     write_rows([{**row, **({} if row["id"] in (3, 17, 40) else bad.get(row["id"], {}))} for row in rows])
     with pytest.raises(UsageError, match="--retry-failed"):
         run_job("in.jsonl", **settings)
     assert run_job("in.jsonl", **settings, retry_failed=True) == SOME_FAILED
     after = records()
-    assert [one["id"] for one in after] == list(range(100))
-    assert {one["row"] for one in after if one["error"]} == {41, 59, 77, 99}
-    assert [one for one in after if one["row"] not in bad] == [one for one in before if one["row"] not in bad]
+    assert [record["id"] for record in after] == list(range(100))
+    assert {record["row"] for record in after if record["error"]} == {41, 59, 77, 99}
+    assert [record for record in after if record["row"] not in bad] == [
+        record for record in before if record["row"] not in bad
+    ]
     assert summary()["rows"].items() >= {"total": 100, "ok": 3, "failed": 4}.items()
 
 

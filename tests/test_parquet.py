@@ -24,15 +24,15 @@ from cbatch.rows.request import Completion, Output
 
 def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
     """The records of a job over `inputs` where every third row fails, and the Parquet file they were written to."""
-    sources, shape = resolve([str(one) for one in inputs]), RecordShape(openai=False)
+    sources, shape = resolve([str(path) for path in inputs]), RecordShape(openai=False)
     schema = parquet.schema_of(sources, "")
     records = [
         shape.record(
-            Completion.failed(one, one.problem or RowError("template_error", "no"))
-            if number % 3 == 2 or one.problem
-            else Completion(one, (Output(f"out {number}", (1, 2), "stop"),), num_prompt_tokens=3)
+            Completion.failed(row, row.problem or RowError("template_error", "no"))
+            if number % 3 == 2 or row.problem
+            else Completion(row, (Output(f"out {number}", (1, 2), "stop"),), num_prompt_tokens=3)
         )
-        for number, one in enumerate(read(sources))
+        for number, row in enumerate(read(sources))
     ]
     out = folder / "out.parquet"
     parquet.write(out, records, schema)
@@ -40,7 +40,7 @@ def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
 
 
 def jsonl(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -64,8 +64,8 @@ def test_columns_of_every_kind_come_back_whole(tmp_path: Path) -> None:
         {"id": 0, "late": "again", "mixed": "text"},
     ]
     records, out = convert(tmp_path, jsonl(tmp_path / "in.jsonl", rows))
-    columns = list(dict.fromkeys(name for one in rows for name in one)) + list(FIELDS)
-    full = [{name: one.get(name) for name in columns} for one in records]
+    columns = list(dict.fromkeys(name for row in rows for name in row)) + list(FIELDS)
+    full = [{name: record.get(name) for name in columns} for record in records]
     assert list(parquet.read_records(out)) == full
     assert pq.read_schema(out).names == columns
     kinds = {"id": pa.int64(), "text": pa.string(), "flag": pa.bool_(), "score": pa.float64(), "late": pa.string()}
@@ -78,14 +78,14 @@ def test_nested_and_mixed_columns_hold_json_text(tmp_path: Path) -> None:
     rows = [{"a": {"k": [1]}, "b": 1}, {"a": None, "b": "1"}, {"b": 2**70}]
     _, out = convert(tmp_path, jsonl(tmp_path / "in.jsonl", rows))
     stored = pq.read_table(out).to_pylist()
-    assert [one["a"] for one in stored] == ['{"k": [1]}', None, None]
-    assert [one["b"] for one in stored] == ["1", '"1"', str(2**70)]
+    assert [record["a"] for record in stored] == ['{"k": [1]}', None, None]
+    assert [record["b"] for record in stored] == ["1", '"1"', str(2**70)]
 
 
 def test_other_libraries_read_the_file(tmp_path: Path) -> None:
     records, out = convert(tmp_path, jsonl(tmp_path / "in.jsonl", [{"id": n, "prompt": f"p{n}"} for n in range(7)]))
     frame = pd.read_parquet(out)
-    assert frame["completion"].isna().tolist() == [one["completion"] is None for one in records]
+    assert frame["completion"].isna().tolist() == [record["completion"] is None for record in records]
     assert frame["id"].tolist() == list(range(7))
     loaded = datasets.Dataset.from_parquet(str(out), cache_dir=str(tmp_path / "cache"))
     assert loaded.to_list() == records
@@ -137,8 +137,8 @@ def test_a_row_that_can_not_be_read_has_null_columns(tmp_path: Path) -> None:
     path.write_text('{"id": 1, "flag": true}\n{broken\n{"id": 2, "flag": false}\n')
     _, out = convert(tmp_path, path)
     stored = pq.read_table(out).to_pylist()
-    assert [one["id"] for one in stored] == [1, None, 2]
-    assert [one["error_kind"] for one in stored] == [None, "invalid_json", "template_error"]
+    assert [record["id"] for record in stored] == [1, None, 2]
+    assert [record["error_kind"] for record in stored] == [None, "invalid_json", "template_error"]
 
 
 def test_several_inputs_share_one_schema(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_several_inputs_share_one_schema(tmp_path: Path) -> None:
     ]
     records, out = convert(tmp_path, *inputs)
     names = pq.read_schema(out).names
-    assert list(parquet.read_records(out)) == [{name: one.get(name) for name in names} for one in records]
+    assert list(parquet.read_records(out)) == [{name: record.get(name) for name in names} for record in records]
     assert type_of(out, "none") == pa.int64()
 
 
@@ -168,7 +168,7 @@ def test_a_saved_dataset(tmp_path: Path) -> None:
     saved.save_to_disk(str(tmp_path / "saved"))
     records, out = convert(tmp_path, tmp_path / "saved")
     assert list(parquet.read_records(out)) == records
-    assert [one["grid"] for one in records] == [[[1, 2]], [[3, 4]]]
+    assert [record["grid"] for record in records] == [[[1, 2]], [[3, 4]]]
 
 
 def test_no_rows_give_a_readable_file_with_all_columns(tmp_path: Path) -> None:
@@ -204,5 +204,5 @@ def test_every_value_of_any_jsonl_comes_back(tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("any")
     records, out = convert(folder, jsonl(folder / "in.jsonl", rows))
     names = pq.read_schema(out).names
-    found = [json.dumps(one) for one in parquet.read_records(out)]
-    assert found == [json.dumps({name: one.get(name) for name in names}) for one in records]
+    found = [json.dumps(record) for record in parquet.read_records(out)]
+    assert found == [json.dumps({name: record.get(name) for name in names}) for record in records]

@@ -32,11 +32,11 @@ def array(task: int, first: int, last: int, count: int) -> dict[str, str]:
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-# Which share
+# Which rank
 
 
 @pytest.mark.parametrize(
-    ("asked", "environ", "share", "whose"),
+    ("asked", "environ", "place", "told_by"),
     [
         (None, {}, (0, 1), ""),
         ("2/5", {}, (2, 5), "--shard"),
@@ -54,11 +54,11 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         (None, {**STEP, **array(1, 0, 2, 3)}, (6, 12), "SLURM_ARRAY_TASK_ID and SLURM_PROCID"),
     ],
 )
-def test_the_share_is_what_is_asked_for_or_what_the_environment_tells(
-    asked: str | None, environ: Mapping[str, str], share: tuple[int, int], whose: str
+def test_the_rank_is_what_is_asked_for_or_what_the_environment_tells(
+    asked: str | None, environ: Mapping[str, str], place: tuple[int, int], told_by: str
 ) -> None:
     found = find_rank(asked, environ)
-    assert (found, found.whose) == (Rank(*share), whose)
+    assert (found, found.told_by) == (Rank(*place), told_by)
 
 
 @pytest.mark.parametrize(
@@ -74,26 +74,24 @@ def test_the_share_is_what_is_asked_for_or_what_the_environment_tells(
         (None, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x: not a number"),
     ],
 )
-def test_a_share_that_can_not_be_told_is_refused(asked: str | None, environ: Mapping[str, str], message: str) -> None:
+def test_a_rank_that_can_not_be_told_is_refused(asked: str | None, environ: Mapping[str, str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         find_rank(asked, environ)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 7])
-def test_every_row_belongs_to_one_share_and_small_files_are_spread(total: int) -> None:
-    shares = [Rank(index, total) for index in range(total)]
+def test_every_row_belongs_to_one_rank_and_small_files_are_spread(total: int) -> None:
+    ranks = [Rank(index, total) for index in range(total)]
     for source in range(5):
         rows = np.arange(100)
-        assert (sum(share.owns(source, rows).astype(int) for share in shares) == 1).all()
-        for share in shares:
+        assert (sum(rank.owns(source, rows).astype(int) for rank in ranks) == 1).all()
+        for rank in ranks:
             for part in (range(100), range(3, 50), range(99, 100), range(0)):
-                assert share.count(source, part) == sum(bool(share.owns(source, row)) for row in part)
-    assert {next(share for share in shares if share.owns(source, 0)).index for source in range(total)} == set(
-        range(total)
-    )
+                assert rank.count(source, part) == sum(bool(rank.owns(source, row)) for row in part)
+    assert {next(rank for rank in ranks if rank.owns(source, 0)).index for source in range(total)} == set(range(total))
 
 
-def test_a_share_of_another_division_has_one_heir() -> None:
+def test_a_rank_of_another_division_has_one_heir() -> None:
     for total in (1, 2, 3, 5):
         heirs = [Rank(index, total) for index in range(total)]
         for left in (Rank(), Rank(1, 3), Rank(4, 5), Rank(8, 9)):

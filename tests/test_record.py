@@ -77,8 +77,8 @@ def test_numbers_json_does_not_have_are_never_written(value: Any) -> None:
 def test_pyarrow_reads_a_file_of_good_and_failed_rows() -> None:
     shape = RecordShape()
     rows = [row(id=number, prompt="a\u2028b", tags=["x"], meta={"k": None}) for number in range(4)]
-    records = [shape.record(done(one) if number else failed(one)) for number, one in enumerate(rows)]
-    table = pj.read_json(io.BytesIO("".join(dumps(one) + "\n" for one in records).encode()))
+    records = [shape.record(done(given) if number else failed(given)) for number, given in enumerate(rows)]
+    table = pj.read_json(io.BytesIO("".join(dumps(record) + "\n" for record in records).encode()))
     assert table.to_pylist() == records
 
 
@@ -154,8 +154,8 @@ def test_a_collision_that_is_met_late_keeps_the_added_columns() -> None:
 def test_a_record_says_what_it_is_about(prefix: str, data: dict[str, Any]) -> None:
     if not prefix:
         data = {name: value for name, value in data.items() if name not in FIELDS}
-    shape, one = RecordShape(prefix), row(**data)
-    for completion, is_failed in ((done(one), False), (failed(one), True)):
+    shape, given = RecordShape(prefix), row(**data)
+    for completion, is_failed in ((done(given), False), (failed(given), True)):
         assert shape.key(json.loads(dumps(shape.record(completion)))) == ("in.jsonl", 3, is_failed)
 
 
@@ -206,8 +206,8 @@ def test_a_request_that_failed_has_an_error_and_no_response() -> None:
 
 
 def test_ids_of_answers_differ() -> None:
-    one, other = openai_row(), Row("in.jsonl", 4, "in.jsonl:5", openai_row().data, 255)
-    assert RecordShape().record(done(one))["id"] != RecordShape().record(done(other))["id"]
+    first, other = openai_row(), Row("in.jsonl", 4, "in.jsonl:5", openai_row().data, 255)
+    assert RecordShape().record(done(first))["id"] != RecordShape().record(done(other))["id"]
 
 
 def test_without_openais_shape_a_request_is_a_row_like_others() -> None:

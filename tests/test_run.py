@@ -81,22 +81,24 @@ def test_every_layout_holds_the_same_records(job: Callable[..., int], layout: di
     assert job(**layout) == SOME_FAILED
     found, expected = records(layout["output"]), records("plain.jsonl")
     if "parquet" in (layout["output"].partition(".")[2], layout.get("format")):
-        found = [{**one, "meta": json.loads(one["meta"]), "prompt": json.loads(one["prompt"])} for one in found]
+        found = [
+            {**record, "meta": json.loads(record["meta"]), "prompt": json.loads(record["prompt"])} for record in found
+        ]
     assert found == expected
 
 
 def test_ids_are_echoed_as_they_are_and_tell_no_rows_apart(job: Callable[..., int]) -> None:
     ids = ["a", "a", 1, "1", 1.0, None, "", "a/../b", "x" * 10_000, [1], True]
-    Path("in.jsonl").write_text("".join(json.dumps({"id": one, "prompt": "the"}) + "\n" for one in ids))
+    Path("in.jsonl").write_text("".join(json.dumps({"id": row_id, "prompt": "the"}) + "\n" for row_id in ids))
     Path("b.jsonl").write_text('{"id": "a", "prompt": "the"}\n{"prompt": "the"}\n')
     assert job("in.jsonl", "b.jsonl", max_tokens=2) == OK
-    found = sorted(records(), key=lambda one: (one["source"] != "in.jsonl", one["row"]))
-    assert [(one["source"], one["row"]) for one in found] == [
+    found = sorted(records(), key=lambda record: (record["source"] != "in.jsonl", record["row"]))
+    assert [(record["source"], record["row"]) for record in found] == [
         *(("in.jsonl", row) for row in range(len(ids))),
         ("b.jsonl", 0),
         ("b.jsonl", 1),
     ]
-    assert [repr(one["id"]) for one in found[:-1]] == [*map(repr, ids), "'a'"]
+    assert [repr(record["id"]) for record in found[:-1]] == [*map(repr, ids), "'a'"]
     assert "id" not in found[-1]
 
 
@@ -106,7 +108,7 @@ def test_rows_in_an_ordered_output_stand_as_in_the_input_whatever_finishes_first
     job(output="asis.jsonl")
     job(output="ordered.jsonl", ordered=True)
     as_is, ordered = (
-        [json.loads(one)["row"] for one in Path(name).read_bytes().splitlines()]
+        [json.loads(line)["row"] for line in Path(name).read_bytes().splitlines()]
         for name in ("asis.jsonl", "ordered.jsonl")
     )
     assert ordered == list(range(12))
@@ -127,12 +129,12 @@ def test_failed_rows_are_records_of_their_own_kind_and_are_counted(job: Callable
     Path("in.jsonl").write_text("\n".join(lines) + "\n")
     assert job(chat=False) == SOME_FAILED
     found = records()
-    assert [one["row"] for one in found] == list(range(7))
+    assert [record["row"] for record in found] == list(range(7))
     failed = found[1:6]
-    assert [one["finish_reason"] for one in failed] == ["error"] * 5
-    assert [one["completion"] for one in failed] == [None] * 5
-    assert all(f"in.jsonl:{one['row'] + 1}: " in one["error"] for one in failed)
-    assert len({one["error_kind"] for one in failed}) == 5
+    assert [record["finish_reason"] for record in failed] == ["error"] * 5
+    assert [record["completion"] for record in failed] == [None] * 5
+    assert all(f"in.jsonl:{record['row'] + 1}: " in record["error"] for record in failed)
+    assert len({record["error_kind"] for record in failed}) == 5
     figures = summary()
     assert figures["rows"] == {
         "total": 7,
@@ -140,8 +142,8 @@ def test_failed_rows_are_records_of_their_own_kind_and_are_counted(job: Callable
         "failed_earlier": 0,
         "ok": 2,
         "failed": 5,
-        "length_limited": sum(one["finish_reason"] == "length" for one in found),
-        "errors": Counter(one["error_kind"] for one in failed),
+        "length_limited": sum(record["finish_reason"] == "length" for record in found),
+        "errors": Counter(record["error_kind"] for record in failed),
     }
     assert figures["finished"]
 
@@ -196,17 +198,17 @@ def test_failed_rows_stay_until_a_retry_and_then_stand_once(job: Callable[..., i
     output = layout["output"]
 
     assert job(kv_cache_memory=little, **layout) == SOME_FAILED
-    failed = [one["row"] for one in records(output) if one["error"]]
+    failed = [record["row"] for record in records(output) if record["error"]]
     assert failed == [2, 4]
     assert job(**layout) == SOME_FAILED  # nothing to do, but the output still holds failed rows
-    assert [one["row"] for one in records(output) if one["error"]] == [2, 4]
+    assert [record["row"] for record in records(output) if record["error"]] == [2, 4]
     assert summary(output)["rows"]["failed_earlier"] == 2
-    good = [one for one in records(output) if not one["error"]]
+    good = [record for record in records(output) if not record["error"]]
     assert job(retry_failed=True, **layout) == OK
     found = records(output)
-    assert [one["row"] for one in found] == list(range(6))
-    assert not any(one["error"] for one in found)
-    assert [one for one in found if one["row"] not in (2, 4)] == good
+    assert [record["row"] for record in found] == list(range(6))
+    assert not any(record["error"] for record in found)
+    assert [record for record in found if record["row"] not in (2, 4)] == good
     assert summary(output)["rows"]["ok"] == 2
     assert job(retry_failed=True, **layout) == OK
 
@@ -350,7 +352,7 @@ def test_overwriting_starts_anew_with_other_settings(job: Callable[..., int]) ->
     Path("out/notes.txt").write_text("mine")
     assert job(shard_rows=100, max_tokens=2, overwrite=True) == OK
     assert row_numbers() == list(range(5))
-    assert max(one["completion_tokens"] for one in records()) == 2
+    assert max(record["completion_tokens"] for record in records()) == 2
     assert sorted(path.name for path in Path("out").iterdir()) == [".cbatch", "notes.txt", "part-00000.jsonl"]
     with pytest.raises(UsageError, match="max_tokens: 2 before"):
         job()
@@ -414,7 +416,7 @@ def test_a_file_in_the_output_folder_that_is_no_shard_is_an_input_like_any_other
     for settings in ({}, {"retry_failed": True}, {"overwrite": True}):
         assert job(given, **settings) == OK
         found = [json.loads(line) for line in Path("out/part-00000.jsonl").read_text().splitlines()]
-        assert sorted((one["source"], one["row"]) for one in found) == [
+        assert sorted((record["source"], record["row"]) for record in found) == [
             ("out/part-notes.jsonl", row) for row in range(3)
         ]
         assert Path("out/part-notes.jsonl").read_bytes() == content
@@ -598,7 +600,7 @@ def test_an_input_whose_rows_all_fail_ends_without_the_weights(job: Callable[...
     Path("model/model.safetensors").unlink()
     write_input(5, bad=(0, 1, 2, 3, 4))
     assert job(model="model") == SOME_FAILED
-    assert [one["error_kind"] for one in records()] == ["invalid_prompt"] * 5
+    assert [record["error_kind"] for record in records()] == ["invalid_prompt"] * 5
 
 
 def test_a_file_without_the_prompt_column_is_an_error_not_an_empty_job(job: Callable[..., int]) -> None:
@@ -644,7 +646,7 @@ def test_a_full_disk_ends_the_job_in_words_and_it_goes_on_once_there_is_room(
         subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
         assert job(**settings, **noise) == OK
         assert row_numbers(settings["output"]) == list(range(40))
-        assert all(one["noise"] == rows[one["row"]]["noise"] for one in records(settings["output"]))
+        assert all(record["noise"] == rows[record["row"]]["noise"] for record in records(settings["output"]))
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_loaded(
@@ -673,9 +675,9 @@ def test_lines_of_the_json_view_parse(
     out, err = capfd.readouterr()
     assert out == ""
     lines = [json.loads(line) for line in err.splitlines()]
-    counts = [one["rows_done"] for one in lines if "rows_done" in one]
+    counts = [line["rows_done"] for line in lines if "rows_done" in line]
     assert counts == sorted(counts)
-    assert any(0 < one < 40 for one in counts)
+    assert any(0 < count < 40 for count in counts)
     final = lines[-1]
     assert (final["rows"]["ok"], final["rows"]["failed"], final["rows"]["total"]) == (39, 1, 40)
 
@@ -789,11 +791,14 @@ def test_no_kill_loses_doubles_or_changes_a_row(command: list[object], layout: l
         assert child.wait() == -signal.SIGKILL
     assert Child(*command, *layout).wait() == SOME_FAILED
     found = records()
-    assert [one["row"] for one in found] == list(range(num_rows))
+    assert [record["row"] for record in found] == list(range(num_rows))
     assert found == records("whole")
-    assert [one["row"] for one in found if one["error"]] == list(bad)
-    for one, row in zip(found, rows, strict=True):
-        kept = {name: one[name] if isinstance(one[name], type(row[name])) else json.loads(one[name]) for name in row}
+    assert [record["row"] for record in found if record["error"]] == list(bad)
+    for record, row in zip(found, rows, strict=True):
+        kept = {
+            name: record[name] if isinstance(record[name], type(row[name])) else json.loads(record[name])
+            for name in row
+        }
         assert kept == row
 
 

@@ -98,7 +98,7 @@ def _field(name: str, kind: pa.DataType | None) -> pa.Field:
 
 
 def _kind(value: Any) -> pa.DataType | None:
-    """The Arrow type of a JSON value, None if it is to be JSON text."""
+    """The Arrow type of a JSON value; None if only JSON text can hold it."""
     if type(value) is int:
         return pa.int64() if -(2**63) <= value < 2**63 else None
     return {bool: pa.bool_(), float: pa.float64(), str: pa.string(), type(None): pa.null()}.get(type(value))
@@ -112,7 +112,10 @@ def _widened(a: pa.Field, b: pa.Field) -> pa.Field:
 
 
 def _native(kind: pa.DataType) -> pa.DataType | None:
-    """`kind` itself if `reader.plain` keeps it, text if it makes text of it, None if only JSON text can hold it."""
+    """The type of an output column for an input column of type `kind`; None if only JSON text can hold its values.
+
+    `rows.arrow.json_value` makes the values: it keeps some types and makes text of others.
+    """
     types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return _native(kind.storage_type)

@@ -27,13 +27,16 @@ class RecordKey(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordShape:
-    """How records look: `prefix` goes before the names that cbatch adds; OpenAI rows may get OpenAI's shape."""
+    """The columns of records. `prefix` goes before the names that cbatch adds.
+
+    With `openai`, rows in the format of OpenAI's batch API are answered in that format.
+    """
 
     prefix: str = ""
     openai: bool = True
 
     def check(self, row: Row) -> None:
-        """RowError if an input column has the name of one that cbatch adds."""
+        """RowError if the input has a column with a name that cbatch adds."""
         if self._is_openai(row):
             return
         if taken := [self.prefix + name for name in FIELDS if self.prefix + name in row.data]:
@@ -42,7 +45,7 @@ class RecordShape:
             )
 
     def record(self, completion: Completion) -> dict[str, Any]:
-        """All input columns and what was generated."""
+        """The record of a completion: all input columns and the generated ones."""
         row = completion.row
         if self._is_openai(row):
             return openai.answer(completion, self.prefix)
@@ -75,6 +78,6 @@ class RecordShape:
 
 
 def dumps(value: Any) -> str:
-    """Strict JSON on one line, whatever splits it into lines, and encodable as UTF-8."""
+    """Strict JSON on one line, even for readers that know more line breaks than the newline; encodable as UTF-8."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

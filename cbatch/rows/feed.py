@@ -11,7 +11,10 @@ from cbatch.rows.request import Completion, Request, Row
 
 
 class Feed:
-    """Turns rows into requests. A row that can't become one goes to `fail` at once, as a completion with an error."""
+    """A queue of requests that a thread makes of rows. Leaving its `with` block ends the reading.
+
+    A row that can't become a request goes to `fail` at once, as a completion with an error.
+    """
 
     def __init__(
         self,
@@ -32,11 +35,10 @@ class Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Read no further."""
         self._stopped.set()
 
     def take(self, wait: bool) -> Request | None:
-        """The next request; None if there is none now. With `wait`, it has a moment to come."""
+        """The next request; None if there is none now. With `wait`, a request has a moment to come."""
         if self._held:
             held, self._held = self._held, None
             return held
@@ -53,7 +55,7 @@ class Feed:
         return request
 
     def empty(self) -> bool:
-        """Whether the input has no request at all; waits for the first or for the end."""
+        """Whether no request is left; waits for the next one or for the end of the input."""
         while not self.ended and self._held is None:
             self._held = self.take(wait=True)
         return self._held is None
@@ -75,6 +77,7 @@ class Feed:
         self._put(None)
 
     def _put(self, request: Request | None) -> bool:
+        """Queue a request, or None at the end; False if nobody wants it any more."""
         while not self._stopped.is_set():
             try:
                 self._queue.put(request, timeout=0.2)
