@@ -24,7 +24,7 @@ class Replica:
         """Start the engine, with nothing to run."""
         self.facts: Facts | None = None  # once the model is loaded
         self.held: dict[tuple[str, int], Request] = {}  # given and not completed, by source and row
-        self.num_held_sequences = 0  # of these requests
+        self.num_held_sequences = 0  # of these requests; a row counts with all of them until it is completed
         self.holds_suspects = False
         self._stats = EngineStats()
         self._unsent: list[Request] = []
