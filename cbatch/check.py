@@ -9,6 +9,7 @@ from typing import Any
 from cbatch import plan
 from cbatch.config import EngineConfig, RunConfig
 from cbatch.errors import OK, SOME_FAILED, RowError
+from cbatch.machine import available_memory, gpu_memory, resolve_device
 from cbatch.output.record import RecordShape
 from cbatch.output.target import Target
 from cbatch.rows.inputs import resolve
@@ -86,8 +87,8 @@ def _memory_lines(
     """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
     import torch
 
-    from cbatch.model.kv_cache import LayerShape, cache_dtype, count_blocks, free_memory
-    from cbatch.model.loader import resolve_block_size, resolve_device, resolve_dtype
+    from cbatch.model.kv_cache import LayerShape, cache_dtype, count_blocks
+    from cbatch.model.loader import resolve_block_size, resolve_dtype
 
     text, device = model_config.get_text_config(), resolve_device(engine.device)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -99,7 +100,7 @@ def _memory_lines(
         block_bytes,
         engine.kv_cache_memory,
         most_useful=1 << 40,
-        budget=lambda: free_memory(device, engine.gpu_memory_utilization) // 2,
+        budget=lambda: _free_memory(device, engine.gpu_memory_utilization) // 2,
     )
     mean = sum(length * count for length, count in lengths.items()) / lengths.total() + max_tokens
     blocks = -(-round(mean) // block_size)
@@ -108,3 +109,11 @@ def _memory_lines(
         f"on average with {max_tokens:,} new tokens, {-(-longest // block_size):,} at most; "
         f"about {fit:,} blocks fit here, {fit // blocks:,} rows at once"
     )
+
+
+def _free_memory(device: str, gpu_memory_utilization: float) -> int:
+    """Bytes that are free on a device."""
+    if device == "cpu":
+        return available_memory()
+    free, total = gpu_memory(device)
+    return max(0, free - int(total * (1 - gpu_memory_utilization)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.config import RunConfig, SamplingParams
 from cbatch.errors import RowError, UsageError
+from cbatch.machine import resolve_device
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder
@@ -125,7 +126,7 @@ def prompt_builder(config: RunConfig, files: ModelFiles) -> PromptBuilder:
 
 def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sources: Sequence[Source]) -> dict[str, Any]:
     """Everything that the completions of a job depend on, as its manifest keeps it."""
-    from cbatch.model.loader import resolve_device, resolve_dtype
+    from cbatch.model.loader import resolve_dtype
 
     engine, prompt = config.engine, config.prompt
     dtype = resolve_dtype(engine.dtype, resolve_device(engine.device), files.config)

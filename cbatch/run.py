@@ -20,6 +20,7 @@ from cbatch.config import RunConfig
 from cbatch.deadline import Deadline
 from cbatch.ending import Ending
 from cbatch.errors import READER_GONE, Fatal, UsageError
+from cbatch.machine import resolve_device
 from cbatch.opening import first_line
 from cbatch.output.index import Done
 from cbatch.output.sink import Sink, make_sink
@@ -107,7 +108,7 @@ class Job:
     def _plan(self, sources: Sequence[Source]) -> tuple[list[Place], ModelFiles, PromptBuilder]:
         """Find all that is wrong with the command; where the engines run, the model's files, and how prompts are made."""
         from cbatch.engine.places import find_places
-        from cbatch.model.loader import locate, resolve_device
+        from cbatch.model.loader import locate
 
         plan.check_settings(self.config)
         plan.check_first_rows(sources, self.config, self.target.shape)

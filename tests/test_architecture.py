@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ MAY_IMPORT = {
     "cbatch.rows.request": {"cbatch.errors", "cbatch.config"},
     "cbatch.cli": {"cbatch.run", "cbatch.check", "cbatch.bench"},
     "cbatch.__main__": {"cbatch.cli"},
+    "cbatch.machine": {"cbatch.errors"},
     "cbatch.deadline": set(),
     "cbatch.streams": set(),
-    "cbatch.plan": {"cbatch.rows", "cbatch.output", "cbatch.model.loader"},
+    "cbatch.plan": {"cbatch.machine", "cbatch.rows", "cbatch.output", "cbatch.model.loader"},
     "cbatch.run": {
+        "cbatch.machine",
         "cbatch.deadline",
         "cbatch.ending",
         "cbatch.opening",
@@ -48,6 +51,7 @@ MAY_IMPORT = {
         "cbatch.watch",
     },
     "cbatch.check": {
+        "cbatch.machine",
         "cbatch.plan",
         "cbatch.rows",
         "cbatch.output",
@@ -56,6 +60,7 @@ MAY_IMPORT = {
         "cbatch.model.kv_cache",
     },
     "cbatch.bench": {
+        "cbatch.machine",
         "cbatch.bench",
         "cbatch.rows",
         "cbatch.model.loader",
@@ -66,13 +71,14 @@ MAY_IMPORT = {
     "cbatch.rows": {"cbatch.rows"},
     "cbatch.output": {"cbatch.output", "cbatch.rows"},
     "cbatch.engine": {
+        "cbatch.machine",
         "cbatch.engine",
         "cbatch.model",
         "cbatch.rows.request",
         "cbatch.watch.stats",
         "cbatch.deadline",
     },
-    "cbatch.model": {"cbatch.model", "cbatch.kernels"},
+    "cbatch.model": {"cbatch.machine", "cbatch.model", "cbatch.kernels"},
     "cbatch.watch": {"cbatch.watch", "cbatch.rows.request"},
     "cbatch.kernels": {"cbatch.kernels"},
 }
@@ -80,6 +86,7 @@ NO_TORCH = [
     "errors.py",
     "settings.py",
     "config.py",
+    "machine.py",
     "deadline.py",
     "streams.py",
     "cli.py",
@@ -156,6 +163,16 @@ def test_no_torch_at_import(place: str) -> None:
     for path in paths:
         found = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), everywhere=False)}
         assert not found & {"torch", "transformers", "datasets", "triton"}, path
+
+
+def test_only_one_file_asks_the_system_about_the_machine() -> None:
+    """`kernels/` imports nothing of cbatch, so its compiler looks for itself which CPU it compiles for."""
+    others = {"cbatch.bench.process"}  # reads in /proc how much memory other processes took: no fact about the machine
+    for path in modules():
+        if within(name_of(path), {"cbatch.kernels", "cbatch.machine", *others}):
+            continue
+        asks = r"\b(proc|sys)/|/(proc|sys)\b|sched_getaffinity|cpu_count|sysconf|mem_get_info|device_count"
+        assert not re.search(asks, path.read_text()), path
 
 
 def test_help_imports_no_torch() -> None:

@@ -1,89 +1,13 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
-from cbatch.model import kv_cache
-from cbatch.model.kv_cache import KVCache, LayerShape, available_memory, cache_dtype, count_blocks
+from cbatch.model.kv_cache import KVCache, LayerShape, cache_dtype, count_blocks
 
 CPU = torch.device("cpu")
-
-
-def group(folder: Path, limit: object, used: int, inactive: int = 0, version: int = 2) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for name, value in zip(names, (limit, used), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\nactive_file 7\n")
-
-
-def room(root: Path, *membership: str) -> list[int]:
-    file = root.parent / "membership"
-    file.write_text("".join(f"{line}\n" for line in membership))
-    return sorted(kv_cache._cgroup_room(root, str(file)))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "cgroup").mkdir()
-    return tmp_path / "cgroup"
-
-
-def test_every_limit_up_to_the_root_counts(root: Path) -> None:
-    group(root / "a/b", 1000, 400)
-    group(root / "a", 5000, 4800)
-    assert room(root, "0::/a/b") == [200, 600]
-
-
-def test_no_limit_is_no_limit(root: Path) -> None:
-    group(root / "a", "max", 400)
-    assert room(root, "0::/a") == []
-    assert room(root, "0::/") == []
-    assert room(root, "0::/gone") == []
-
-
-def test_file_cache_that_can_be_dropped_is_room(root: Path) -> None:
-    group(root / "a", 1000, 900, inactive=300)
-    assert room(root, "0::/a") == [400]
-
-
-def test_use_above_the_limit_leaves_nothing(root: Path) -> None:
-    group(root / "a", 1000, 1200)
-    assert room(root, "0::/a") == [0]
-
-
-def test_first_version_of_cgroups(root: Path) -> None:
-    group(root / "memory/job/step", 2000, 500, version=1)
-    group(root / "memory", 2**63 - 4096, 10**6, version=1)
-    group(root / "cpu/job", 1, 1, version=1)
-    rooms = room(root, "5:cpu,cpuacct:/job", "4:memory:/job/step", "1:name=systemd:/job")
-    assert rooms == [1500, 2**63 - 4096 - 10**6]
-
-
-def test_a_container_that_sees_its_own_group_as_the_root(root: Path) -> None:
-    group(root, 3000, 1000)
-    group(root / "memory", 700, 100, version=1)
-    assert room(root, "0::/docker/0123") == [2000]
-    assert room(root, "4:memory:/docker/0123") == [600]
-
-
-def test_other_files_do_not_matter(root: Path) -> None:
-    assert room(root) == []
-    assert kv_cache._cgroup_room(root, str(root / "no such file")) == []
-    (root / "a").mkdir()
-    (root / "a/memory.max").write_text("1000\n")  # and no memory.current
-    assert room(root, "0::/a") == []
-
-
-def test_available_memory_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = available_memory()
-    assert 0 < free < 2**50
-    monkeypatch.setattr(kv_cache, "_cgroup_room", lambda: [10**18, 12345])
-    assert available_memory() == 12345
 
 
 def nothing() -> int:

@@ -13,7 +13,7 @@ from transformers import Gemma3TextConfig
 
 from cbatch.errors import Fatal, UsageError
 from cbatch.model import loader
-from cbatch.model.loader import ModelFiles, locate, parallelism, resolve_device, resolve_dtype
+from cbatch.model.loader import ModelFiles, locate, resolve_dtype
 from tests.tiny import make_config, save_model
 
 
@@ -158,7 +158,7 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 def test_dtype_auto_is_the_checkpoints_where_the_cpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(dtype=torch.bfloat16)
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(loader, "_cpu_has_bfloat16", lambda fast=fast: fast)
+        monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda fast=fast: fast)
         assert resolve_dtype("auto", "cpu", config) == expected
         assert resolve_dtype("auto", "cuda", config) == torch.bfloat16
         assert resolve_dtype("auto", "cuda:1", make_config(dtype=torch.float16)) == torch.float16
@@ -174,38 +174,11 @@ def test_the_model_loads_in_the_dtype_asked_for(dtype: str, tiny_model: Path) ->
     assert not model.training
 
 
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
-    for there, auto in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert resolve_device("auto") == auto
-        assert resolve_device("cpu") == "cpu"
-    assert resolve_device("cuda:1") == "cuda:1"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "Tesla T4")
-    with pytest.raises(UsageError, match="Tesla T4: has no matrix units for bfloat16"):
-        resolve_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="no GPU"):
-        resolve_device("cuda:0")
-    with pytest.raises(UsageError, match="--device"):
-        resolve_device("tpu")
-
-
 def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     first, second = (locate(str(folder)).load("float32", "cpu", dummy=True) for _ in range(2))
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_threads_are_those_asked_for_or_those_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parallelism(3) == 3
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2, 3, 4})
-    monkeypatch.setattr(loader, "_cgroup_cpus", list)
-    assert parallelism(None) == 5
-    monkeypatch.setattr(loader, "_cgroup_cpus", lambda: [2])
-    assert parallelism(None) == 2
 
 
 # Context

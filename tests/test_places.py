@@ -2,39 +2,14 @@ from __future__ import annotations
 
 import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 
 from cbatch.config import EngineConfig
-from cbatch.engine.places import find_places, numa_nodes, share_cpus
+from cbatch.engine.places import find_places, share_cpus
 from cbatch.errors import RowError, UsageError
-
-
-def machine(root: Path, *nodes: str, siblings: dict[int, str] | None = None) -> Path:
-    """What Linux says of NUMA nodes and of CPUs that share a core."""
-    for number, cpus in enumerate(nodes):
-        (root / f"node/node{number}").mkdir(parents=True)
-        (root / f"node/node{number}/cpulist").write_text(cpus + "\n")
-    for cpu, text in (siblings or {}).items():
-        (root / f"cpu/cpu{cpu}/topology").mkdir(parents=True)
-        (root / f"cpu/cpu{cpu}/topology/thread_siblings_list").write_text(text + "\n")
-    return root
-
-
-@pytest.fixture
-def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-
-
-@pytest.mark.usefixtures("eight_cpus")
-def test_nodes_hold_the_cpus_that_may_be_used_with_those_of_a_core_side_by_side(tmp_path: Path) -> None:
-    assert numa_nodes(machine(tmp_path / "a", "0-3,8-11", "4-7,12-15")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert numa_nodes(machine(tmp_path / "b", "0-7", "8-15", "")) == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    siblings = {cpu: f"{cpu % 4},{cpu % 4 + 4}" for cpu in range(8)}
-    assert numa_nodes(machine(tmp_path / "c", "0-7", siblings=siblings)) == [[0, 4, 1, 5, 2, 6, 3, 7]]
-    assert numa_nodes(tmp_path / "nothing") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+from cbatch.machine import numa_nodes
 
 
 def test_shares_are_even_and_within_a_node_where_that_can_be() -> None:

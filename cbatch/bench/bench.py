@@ -7,7 +7,6 @@ machine that becomes slower or faster meanwhile does so for all of them. The tab
 from __future__ import annotations
 
 import json
-import os
 import platform
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from cbatch.bench.timeline import timeline
 from cbatch.bench.workload import Workload, make, read_file
 from cbatch.config import SCHEDULES, BenchConfig, EngineConfig
 from cbatch.errors import KILLED, OK, SOME_FAILED, UsageError
+from cbatch.machine import allowed_cpus, device_name, num_cpus, resolve_device
 from cbatch.watch.progress import say
 
 if TYPE_CHECKING:
@@ -94,15 +94,13 @@ class Setup:
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.num_threads,
-            "cpus": sorted(os.sched_getaffinity(0))[: self.num_threads] if hasattr(os, "sched_getaffinity") else [],
+            "cpus": allowed_cpus()[: self.num_threads],
             "longest": self.workload.longest,
             "prefix_caching": self.engine.enable_prefix_caching,
         }
 
     def record(self) -> dict[str, Any]:
         """The setup as the file of `--json` keeps it."""
-        from cbatch.model.ceilings import device_name
-
         return {
             "cbatch": __version__,
             "workload": self.workload.about(),
@@ -120,9 +118,9 @@ class Setup:
 
 
 def _set_up(config: BenchConfig, engine: EngineConfig) -> Setup:
-    from cbatch.model.loader import locate, parallelism, resolve_device, resolve_dtype
+    from cbatch.model.loader import locate, resolve_dtype
 
-    device, num_threads, files = resolve_device(engine.device), parallelism(engine.threads), locate(engine.model)
+    device, num_threads, files = resolve_device(engine.device), engine.threads or num_cpus(), locate(engine.model)
     files.check()
     dtype = str(resolve_dtype(engine.dtype, device, files.config)).removeprefix("torch.")
     if config.workload in _GENERATED:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeVar
 
 from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
-from cbatch.model.loader import parallelism, resolve_device
+from cbatch.machine import num_cpus, num_gpus, numa_nodes, resolve_device
 
-_SYSTEM = Path("/sys/devices/system")
 _T = TypeVar("_T")
 
 
@@ -38,23 +35,21 @@ def find_places(config: EngineConfig) -> list[Place]:
 
 
 def _on_gpus(config: EngineConfig, device: str, asked: str) -> list[Place]:
-    import torch
-
-    gpus = [device] if ":" in device else [f"{device}:{index}" for index in range(torch.cuda.device_count())]
+    gpus = [device] if ":" in device else [f"{device}:{index}" for index in range(num_gpus())]
     count = len(gpus) if asked == "auto" else int(asked)
     if count > len(gpus):
         raise UsageError(f"--data-parallel-size {count}: --device {config.device} is {len(gpus)} GPU(s)")
-    threads = max(1, parallelism(config.threads) // count)
+    threads = max(1, (config.threads or num_cpus()) // count)
     return [Place(replace(config, device=gpu, threads=threads), engines=count) for gpu in gpus[:count]]
 
 
 def _on_cpus(config: EngineConfig, asked: str) -> list[Place]:
     nodes = numa_nodes()
     count = len(nodes) if asked == "auto" else int(asked)
-    threads, num_cpus = parallelism(config.threads), sum(map(len, nodes))
+    threads, num_known = config.threads or num_cpus(), sum(map(len, nodes))
     places = []
     for cpus in share_cpus(nodes, count):
-        share = max(1, threads * len(cpus) // num_cpus) if num_cpus else max(1, threads // count)
+        share = max(1, threads * len(cpus) // num_known) if num_known else max(1, threads // count)
         places.append(Place(replace(config, device="cpu", threads=share), cpus, count))
     return places
 
@@ -70,29 +65,6 @@ def split(items: Sequence[_T], count: int) -> list[Sequence[_T]]:
     """`count` parts of about the same length, in order."""
     edges = [index * len(items) // count for index in range(count + 1)]
     return [items[start:end] for start, end in pairwise(edges)]
-
-
-def numa_nodes(root: Path = _SYSTEM) -> list[list[int]]:
-    """The CPUs that this process may use, node by node, those of a core side by side; one node if none is known."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    found = []
-    for path in sorted(root.glob("node/node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:])):
-        cpus = [cpu for cpu in _cpus(path.read_text()) if cpu in allowed]
-        found.append(sorted(cpus, key=lambda cpu: (_first_of_core(root, cpu), cpu)))
-    return [node for node in found if node] or [sorted(allowed)]
-
-
-def _first_of_core(root: Path, cpu: int) -> int:
-    try:
-        return _cpus((root / f"cpu/cpu{cpu}/topology/thread_siblings_list").read_text())[0]
-    except OSError:
-        return cpu
-
-
-def _cpus(text: str) -> list[int]:
-    """0-3,8 -> 0, 1, 2, 3, 8."""
-    bounds = [span.split("-") for span in text.strip().split(",") if span]
-    return [cpu for span in bounds for cpu in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def _spans(cpus: Sequence[int]) -> list[str]:

@@ -12,11 +12,12 @@ from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
 from cbatch.engine.scheduler import make_scheduler
 from cbatch.errors import UsageError
+from cbatch.machine import available_memory, gpu_memory, num_cpus, resolve_device
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import is_quantized, substitute
-from cbatch.model.kv_cache import KVCache, available_memory, cache_dtype, count_blocks
-from cbatch.model.loader import parallelism, resolve_block_size, resolve_device, resolve_dtype
+from cbatch.model.kv_cache import KVCache, cache_dtype, count_blocks
+from cbatch.model.loader import resolve_block_size, resolve_dtype
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import EngineStats, ModelCost
@@ -35,7 +36,7 @@ def start_engine(
 
     `engines`: how many start at once and share the memory of a CPU.
     """
-    torch.set_num_threads(parallelism(config.threads))
+    torch.set_num_threads(config.threads or num_cpus())
     device = resolve_device(config.device)
     if config.quantization and (device != "cpu" or not ops.has_kernels(torch.device(device))):
         raise UsageError(f"--quantization {config.quantization}: {ops.without_native or 'runs on a CPU only'}")
@@ -122,7 +123,7 @@ def spare_memory(
     peak = torch.cuda.max_memory_allocated(model.device) - before
     del logits
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(model.device)
+    free, total = gpu_memory(str(model.device))
     return int(free - total * (1 - gpu_memory_utilization) - peak)
 
 

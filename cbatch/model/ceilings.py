@@ -6,7 +6,6 @@ python -m cbatch.model.ceilings DEVICE DTYPE THREADS     measures again, and pri
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from cbatch.machine import device_name
 from cbatch.model.fetch import cache_folder
 
 _BYTES = 512 * 1024**2  # read; larger than any cache
@@ -54,11 +54,6 @@ def ceilings(device: str, dtype: str, anew: bool = False) -> Ceilings | None:
         return None
     _write({**known, key: asdict(measured)})
     return measured
-
-
-def device_name(device: str) -> str:
-    """What the manufacturer calls it."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name()
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -129,14 +124,6 @@ def _write(known: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch.write_text(json.dumps(known, indent=1))
         scratch.replace(path)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -134,50 +132,3 @@ def count_blocks(
     be used."""
     memory = budget() if memory_gib is None else int(memory_gib * _GIB)
     return max(0, min(memory // bytes_per_block, most_useful))
-
-
-def free_memory(device: str, gpu_memory_utilization: float) -> int:
-    """Bytes that are free on a device."""
-    if device == "cpu":
-        return available_memory()
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int(total * (1 - gpu_memory_utilization)))
-
-
-def available_memory() -> int:
-    """Bytes of memory this process may still take: what the machine has free, within the limits of its cgroups."""
-    free = next(
-        (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,
-    )
-    return min([free, *_cgroup_room()])
-
-
-def _cgroup_room(root: Path = Path("/sys/fs/cgroup"), membership: str = "/proc/self/cgroup") -> list[int]:
-    """Bytes left under each memory limit from this process's cgroup up to the root (v2, then v1)."""
-    rooms = []
-    for line in _lines(membership):
-        _, controllers, path = line.rstrip("\n").split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base, limit, used = (
-            (root, "memory.max", "memory.current")
-            if controllers == ""
-            else (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place == base.parent:
-                break
-            values = [*_lines(place / limit), *_lines(place / used)]
-            if len(values) == 2 and values[0].strip() != "max":
-                cached = sum(int(x.split()[1]) for x in _lines(place / "memory.stat") if x.startswith("inactive_file "))
-                rooms.append(max(0, int(values[0]) - int(values[1]) + cached))
-    return rooms
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:  # not on this system
-        return []

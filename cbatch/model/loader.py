@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.errors import Fatal, UsageError
+from cbatch.machine import cpu_has_bfloat16
 from cbatch.model import fetch
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
@@ -189,24 +190,6 @@ def locate(name: str) -> ModelFiles:
         raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {_first_line(error)}") from None
 
 
-def resolve_device(device: str) -> str:
-    """auto -> cuda if there is one, else cpu."""
-    import torch
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.split(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device must be auto, cpu or cuda, not {device!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {device}: torch sees no GPU on this machine")
-    if device.startswith("cuda") and not torch.version.hip and torch.cuda.get_device_capability(device) < (8, 0):
-        name = torch.cuda.get_device_name(device)
-        raise UsageError(
-            f"{name}: has no matrix units for bfloat16, which need compute capability 8.0; use --device cpu"
-        )
-    return device
-
-
 def resolve_dtype(dtype: str, device: str, config: Any) -> Any:
     """auto -> the checkpoint's, where the device computes it fast; a CPU without bfloat16 gets float32."""
     import torch
@@ -216,21 +199,12 @@ def resolve_dtype(dtype: str, device: str, config: Any) -> Any:
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
     if device != "cpu" or stored == torch.float32:
         return stored
-    return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
 def resolve_block_size(block_size: int | None, device: str) -> int:
     """Tokens in a block of the KV cache. On a CPU longer ones: there a block is read by one core, one after another."""
     return block_size or (128 if device == "cpu" else 32)
-
-
-def _cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 (AVX512-BF16, AMX, or Arm's bf16)."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def _digest(path: Path) -> str:
@@ -248,19 +222,3 @@ def _digest(path: Path) -> str:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def parallelism(threads: int | None) -> int:
-    """CPU threads: as told, else the CPUs that this process may use (Slurm and containers restrict them)."""
-    if threads:
-        return threads
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([allowed, *_cgroup_cpus()]))
-
-
-def _cgroup_cpus() -> list[int]:
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return []
-    return [] if quota == "max" else [-(-int(quota) // int(period))]
