@@ -88,11 +88,11 @@ def stuck_after(num_steps: int) -> None:
     deadline._STEP = 0.5
     launch, steps = Runner.launch, iter(range(num_steps))
 
-    def slow(self: Runner, batch: Any) -> Any:
+    def slow(self: Runner, *step: Any) -> Any:
         if next(steps, None) is None:
             Path("stuck").touch()
             time.sleep(100)
-        return launch(self, batch)
+        return launch(self, *step)
 
     Runner.launch = slow  # type: ignore[method-assign]
 
