@@ -1,4 +1,4 @@
-"""Completions in files that a killed job goes on with. How the files are cut and when they are published is a layout's."""
+"""Completions in files, which a killed job continues when it is run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cbatch.rows.request import Completion
 
 
 class FileSink(ABC):
-    """Base of the layouts: a shard grows in the state folder, and gets its final name when it is whole."""
+    """Base of the two file layouts. A shard grows in the state folder, and gets its final name when it is complete."""
 
     resumable = True
 
@@ -26,12 +26,15 @@ class FileSink(ABC):
         self._journal, self._files, self._rank = journal, files, files.rank
         self._overwrite, self._retry_failed = output.overwrite, output.retry_failed
         self._settings: Settings = {}
-        self._replaces = False  # the job that is there goes away with the first record of this one
-        self._shard = Shard(self._rank, 0)  # the one that grows, or will be next
+        self._replaces = False  # whether the first record of this job removes the output of an earlier one
+        self._shard = Shard(self._rank, 0)  # the shard that grows, or will grow next
         self._growing: GrowingShard | None = None  # once there is something to write
 
     def open(self, settings: Settings, drawn: Collection[str] = (), /) -> tuple[Settings, Done]:
-        journal, is_there = self._journal, self._files.exist()  # another rank writes its settings before its rows
+        journal, is_there = (
+            self._journal,
+            self._files.exist(),
+        )  # asked first: ranks write their settings before their rows
         settings = settings | self._files.target.layout
         earlier = None if self._overwrite else journal.manifest
         if not is_there and not self._rank.is_whole:
@@ -46,13 +49,13 @@ class FileSink(ABC):
         return settings, Done() if self._replaces else self._resume()
 
     def _is_void(self, earlier: Settings | None, settings: Settings) -> bool:
-        """Whether the job that is there has other settings, but nothing to lose: it completed no row."""
+        """Whether the earlier job had other settings and completed no row, so that nothing is lost with its output."""
         return (
             self._rank.is_whole and earlier is not None and earlier != settings and not self._files.hold_completions()
         )
 
     def _agree(self, settings: Settings, earlier: Settings | None, is_there: bool) -> None:
-        """Make sure that the manifest holds these settings; UsageError if what is there was made under others."""
+        """Make sure that the manifest holds these settings; UsageError if there is an output with others."""
         if not is_there and self._rank.is_whole:
             self._journal.begin(settings)
         elif earlier is None:
@@ -98,7 +101,7 @@ class FileSink(ABC):
             self._journal.close()
 
     def _start_anew(self) -> None:
-        """Remove the job that this one replaces. Up to this moment, what it left stays."""
+        """If this job replaces an earlier one, remove the earlier output, which has been kept up to this moment."""
         if self._replaces:
             self._files.remove()
             self._journal.forget()
@@ -106,7 +109,7 @@ class FileSink(ABC):
             self._replaces = False
 
     def _grow(self) -> GrowingShard:
-        """The shard that grows, open."""
+        """Open the growing shard, if it is not open."""
         if self._growing is None:
             path, index = self._files.growing(self._shard), self._files.index(self._shard)
             if not path.exists():
@@ -119,15 +122,15 @@ class FileSink(ABC):
         if growing:
             growing.close()
 
-    # What layouts do in their own ways
+    # The parts in which the layouts differ
 
     @abstractmethod
     def _resume(self) -> Done:
-        """Find out what is done. Rows that failed are not if they are to be retried, and their records go away."""
+        """Find out what is done. With --retry-failed, failed rows are not done, and their records are removed."""
 
     @abstractmethod
     def _prepare(self) -> Entries:
-        """Make what has to be in a growing shard before anything is appended; the entries of that."""
+        """Write what a new growing shard holds before anything is appended; returns the entries of these records."""
 
     @abstractmethod
     def _append(self, records: list[Indexed]) -> None:

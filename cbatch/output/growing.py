@@ -1,4 +1,4 @@
-"""A shard while it grows: a JSONL file in the state folder that records are appended to, and its index."""
+"""The growing shard: a JSONL file in the state folder, to which records are appended, and its index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Indexed(NamedTuple):
 
 
 class GrowingShard:
-    """A growing shard, open; its index must exist."""
+    """A growing shard that is open for appending. Its index must exist."""
 
     def __init__(self, path: Path, index: IndexFile) -> None:
         entries = index.read()

@@ -1,6 +1,7 @@
-"""Which records a shard holds, as its index remembers them, and which rows are done in all shards together.
+"""The index of a shard, which lists its records, and `Done`, which tells the rows that are done in all shards.
 
-The fields `row` and `source` of an entry are the identity of its record; only this module and `RecordShape.key` know so.
+The fields `row` and `source` of an entry are the identity of its record; only this module, `ShardFiles.entry`
+and `RecordShape.key` know that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def input_order(entries: Entries) -> npt.NDArray[np.int64]:
 
 
 def recall_digests(entries: Entries, remembered: Entries) -> None:
-    """Set the digests of entries that were read from a shard to those in its index, as far as that fits the shard."""
+    """Set the digests of entries read from a shard to those in its index, wherever the two agree about the row."""
     remembered = remembered[: len(entries)]
     head = entries[: len(remembered)]
     is_same = (head["row"] == remembered["row"]) & (head["source"] == remembered["source"])
@@ -96,7 +97,7 @@ class IndexFile:
         self.path = path
 
     def read(self, shard_size: int | None = None) -> Entries | None:
-        """The entries; None if there is no index, or none of a finished shard of `shard_size` bytes."""
+        """The entries; None if there is no index. With `shard_size`, also None if the index is of a shard of another size."""
         if not self.path.exists():
             return None
         content = self.path.read_bytes()
@@ -106,7 +107,7 @@ class IndexFile:
         return np.frombuffer(entries, ENTRY, len(entries) // ENTRY.itemsize)
 
     def write(self, entries: Entries, shard_size: int = 0) -> None:
-        """Replace the whole index; with the size of a finished shard, or 0 for one that grows."""
+        """Replace the whole index. `shard_size`: bytes of a finished shard, 0 of one that grows."""
         content = entries.tobytes()
         durable.replace(self.path, [_header(shard_size, content) if shard_size else bytes(_HEADER.size), content])
 

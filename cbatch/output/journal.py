@@ -1,6 +1,7 @@
-"""Under which settings a job writes to its output, so that it can be killed at any moment and go on.
+"""The lock of an output, the settings of the job that writes there, and the figures of its last run.
 
-Beside the output lies a state folder (`OUT/.cbatch`, or `.NAME.cbatch` beside a single file NAME):
+A job can be killed at any moment and goes on when it is run again. What that takes lies beside the output, in a
+state folder (`OUT/.cbatch`, or `.NAME.cbatch` beside a single file NAME):
 
     lock            held while a job runs (flock: the kernel lets go of it when the process dies)
     manifest.json   the settings that completions depend on
@@ -67,7 +68,7 @@ class Journal:
 
     @property
     def manifest(self) -> Settings | None:
-        """The settings of the job that wrote here, None if there was none."""
+        """The settings of the job that wrote to this output; None if there was none. Fatal if they can't be read."""
         try:
             settings = json.loads(self._manifest.read_text())
             if not isinstance(settings, dict):
@@ -83,7 +84,7 @@ class Journal:
         _write_json(self._manifest, settings)
 
     def propose(self, settings: Settings) -> Settings:
-        """Record the settings of a new job, unless another rank was faster; those that hold."""
+        """Record the settings of a new job, unless another rank has done so already; returns the recorded settings."""
         proposal = self.state / f"manifest{self.rank.suffix}.json"
         _write_json(proposal, settings)
         with suppress(FileExistsError):
@@ -92,7 +93,7 @@ class Journal:
         return self.manifest or settings
 
     def check(self, settings: Settings, may_differ: Collection[str] = ()) -> None:
-        """UsageError if the settings, but for those that `may_differ`, are not those of the job that wrote here."""
+        """UsageError if settings, other than those named in `may_differ`, differ from the manifest's."""
         earlier = self.manifest or {}
         differences = [
             f"  {name}: {_shown(earlier.get(name))} before, {_shown(settings.get(name))} now"

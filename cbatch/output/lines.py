@@ -1,4 +1,4 @@
-"""JSONL files of records: read, also when a kill tore their end, and repaired."""
+"""JSONL files of records: writing, reading and repairing them. A kill may have torn their end."""
 
 from __future__ import annotations
 

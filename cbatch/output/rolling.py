@@ -21,7 +21,9 @@ class RollingShards(FileSink):
     def _resume(self) -> Done:
         files, done = self._files, Done(self._rank)
         growing, finals = files.growing_files(), files.final_files()
-        for shard in growing.keys() & finals.keys():  # a kill came between writing the one and removing the other
+        for shard in (
+            growing.keys() & finals.keys()
+        ):  # a kill came between writing the final and removing the growing one
             path = growing.pop(shard)
             if files.owns(shard):
                 path.unlink()
@@ -35,7 +37,7 @@ class RollingShards(FileSink):
         return done
 
     def _read_final(self, shard: Shard, path: Path) -> Entries:
-        """The entries of a final shard, which loses its failed records if they are to be retried."""
+        """The entries of a final shard. With --retry-failed, the records of failed rows are removed from it first."""
         files = self._files
         entries = files.read_final(shard, path)
         if not self._retry_failed or not entries["failed"].any():
@@ -70,9 +72,9 @@ class RollingShards(FileSink):
         return super().finish(rows)
 
     def _inherit(self) -> None:
-        """Publish copies of what is left where the job was divided otherwise.
+        """Publish copies of the growing shards that ranks of another division of the job left.
 
-        Only a task that has the whole job to itself removes the originals. Another that starts at this moment may, on
+        Only a task that has the whole job to itself removes the originals. Another task that starts at this moment may, on
         a network's file system, see the state folder as it is and the output as it was a minute ago.
         """
         files, finals = self._files, self._files.final_files()

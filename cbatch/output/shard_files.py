@@ -1,4 +1,4 @@
-"""The shards of an output on disk: where they lie, which records they hold, and how they are written."""
+"""The shards of an output on disk: their paths, the records in them, and how they are written."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class ShardFiles:
     """The growing and the final shards of an output, as one of the ranks that may share it sees them.
 
-    A rank may start while others run, so it neither changes nor removes any file but its own. What is left where the
-    job was divided otherwise (nobody writes to that any more) counts as done.
+    A rank may start while others run, so it neither changes nor removes any file but its own. Records of ranks of another
+    division of the job (nobody writes to these shards any more) count as done.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ShardFiles:
         return bool(self.final_files() or self.growing_files())
 
     def hold_completions(self) -> bool:
-        """Whether any row did not fail; also if that can't be told."""
+        """Whether any record is of a row that did not fail; also True if that can't be told."""
         paths = [*self.final_files().values(), *self.growing_files().values()]
         try:
             return any(not self.target.shape.key(record).failed for path in paths for record in self.records(path))
@@ -82,13 +82,13 @@ class ShardFiles:
         return (line.record for line in read_lines(path, self.target.shape))
 
     def entry(self, key: RecordKey, digest: int = UNKNOWN_DIGEST) -> Entry:
-        """What the index keeps of a record; Fatal if that is of no input of the job."""
+        """The index entry of a record; Fatal if the record's source is no input of the job."""
         if key.source not in self._source_ids:
             raise Fatal(f"{self.target} holds a row of {key.source}, which is not an input of this job")
         return Entry(key.row, self._source_ids[key.source], digest, key.failed)
 
     def read_final(self, shard: Shard, path: Path) -> Entries:
-        """The entries of a final shard: from its index, or from the shard where the index does not fit."""
+        """The entries of a final shard: from its index, or from the shard itself if the index does not fit the shard."""
         size = path.stat().st_size
         entries = self.index(shard).read(size)
         if entries is None or (entries["source"] >= len(self._source_ids)).any():
@@ -134,7 +134,7 @@ class ShardFiles:
         return entries
 
     def write_final(self, shard: Shard, records: Iterable[dict[str, Any]]) -> None:
-        """Put a final shard in place, whole. Its index is still the one before."""
+        """Write a final shard and put it in place at once. Its index is not changed."""
         final = self.final(shard)
         with durable.replacing(final, self.target.state / f"{final.name}.tmp") as scratch:
             if self.schema is None:
@@ -150,7 +150,7 @@ class ShardFiles:
         self.index(shard).write(entries, self.final(shard).stat().st_size)
 
     def publish(self, shard: Shard) -> None:
-        """Make a final shard of a growing one that is closed."""
+        """Turn a growing shard, which is closed, into a final one."""
         growing, final = self.growing(shard), self.final(shard)
         if self.schema is None:
             durable.publish(growing, final)

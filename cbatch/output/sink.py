@@ -20,13 +20,13 @@ from cbatch.rows.request import Completion
 class Sink(Protocol):
     """Where completions go. Open it first and close it last; `write` and `sync` may be called from another thread."""
 
-    resumable: bool  # the same command, run again, goes on where this one ended
+    resumable: bool  # whether the same command, run again, goes on where this run ended
 
     def open(self, settings: Settings, drawn: Collection[str] = (), /) -> tuple[Settings, Done]:
-        """Begin a job, or go on with one; the settings that hold, and what is done.
+        """Begin a job, or continue an earlier one; returns the settings that hold, and what is done.
 
-        Of the settings named in `drawn`, which are drawn at random for each run, an earlier run's hold. UsageError if
-        others differ from that run's.
+        A setting named in `drawn` was drawn at random, so that of an earlier run holds. UsageError if other settings
+        differ from the earlier run's.
         """
 
     def write(self, completions: Sequence[Completion]) -> None:

@@ -18,7 +18,7 @@ class ReaderGone(Exception):
 
 
 class StreamSink:
-    """Records to a stream, which remembers nothing."""
+    """Writes records to a stream. No earlier run is known, so every job starts at its first row."""
 
     resumable = False
 

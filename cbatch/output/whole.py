@@ -15,7 +15,7 @@ from cbatch.output.shard import Shard
 
 
 class WholeOutput(FileSink):
-    """All records go to one growing shard. While that exists, it and not the final files says what is done."""
+    """All records go to one growing shard. While it exists, it says what is done, and the final files do not count."""
 
     def _resume(self) -> Done:
         files, done = self._files, Done(self._rank)
@@ -28,7 +28,7 @@ class WholeOutput(FileSink):
         return done
 
     def _prepare(self) -> Entries:
-        """Fill the growing shard with what is published, without failed records if they are to be retried."""
+        """Copy the published records to the growing shard; with --retry-failed, without those of failed rows."""
         files, finals = self._files, self._files.final_files()
         entries = np.concatenate([as_entries(()), *(files.read_final(*final) for final in finals.items())])
         keep = entries["failed"] == 0 if self._retry_failed else np.ones(len(entries), bool)
@@ -48,7 +48,7 @@ class WholeOutput(FileSink):
             self._files.publish(self._shard)
 
     def _publish_in_order(self, shard_rows: int | None) -> None:
-        """Write the final shards, of `shard_rows` records each or all in one, and remove what is not part of them."""
+        """Write final shards of `shard_rows` records each (None: all in one), and remove final shards of earlier runs."""
         files, growing = self._files, self._files.growing(self._shard)
         stale = files.final_files().keys()
         entries = files.index(self._shard).read()
