@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cbatch import plan
-from cbatch.config import EngineConfig, RunConfig
+from cbatch.config import RunConfig
 from cbatch.errors import OK, SOME_FAILED, RowError
-from cbatch.machine import available_memory, gpu_memory, resolve_device
 from cbatch.output.record import RecordShape
 from cbatch.output.target import Target
 from cbatch.rows.inputs import resolve
+from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.reader import read
 from cbatch.rows.request import Row
+
+if TYPE_CHECKING:
+    from cbatch.engine.plan import EnginePlan
+    from cbatch.model.loader import ModelFiles
 
 _SHOWN = 20  # bad rows
 _BAR = 40  # characters
@@ -22,46 +27,65 @@ _BAR = 40  # characters
 
 def check(config: RunConfig) -> int:
     """Read and tokenize everything and print a report; SOME_FAILED if a row could not be completed."""
+    from cbatch.engine.places import find_places
+    from cbatch.engine.plan import resolve as resolve_engine
     from cbatch.model.loader import locate
 
     target = Target(config.output) if config.output.output else None
     sources = resolve(config.input.inputs, target.owns if target else lambda _: False)
     shape = target.shape if target else RecordShape(config.output.prefix)
     plan.check_first_rows(sources, config, shape)
+    places = find_places(config.engine)
     files = locate(config.engine.model)
     files.check()
-    builder = plan.prompt_builder(config, files)
+    engine = resolve_engine(config.engine, places, files, config.prompt.max_model_len)
+    builder = plan.prompt_builder(config, files, engine.max_model_len)
+    found = _read_all(read(sources, config.input.skip, config.input.limit), shape, builder)
+    for line in _report(found, builder, engine, files):
+        print(line)
+    return SOME_FAILED if found.errors else OK
 
-    lengths: Counter[int] = Counter()
-    longest = failed = 0
-    first: Row | None = None
-    errors: Counter[str] = Counter()
-    for row in read(sources, config.input.skip, config.input.limit):
+
+@dataclass
+class Found:
+    """The rows of the input, counted."""
+
+    lengths: Counter[int] = field(default_factory=Counter)  # of the prompts of good rows, in tokens
+    longest: int = 0  # tokens that a good row may come to
+    first: Row | None = None  # good row
+    errors: Counter[str] = field(default_factory=Counter)  # bad rows by the kind of their error
+
+
+def _read_all(rows: Iterable[Row], shape: RecordShape, builder: PromptBuilder) -> Found:
+    """Make requests of all rows, count them, and print the first of the errors."""
+    found = Found()
+    for row in rows:
         try:
             if not row.problem:
                 shape.check(row)
             request = builder(row)
         except RowError as error:
-            failed += 1
-            errors[error.kind] += 1
-            if failed <= _SHOWN:
+            found.errors[error.kind] += 1
+            if found.errors.total() <= _SHOWN:
                 print(f"{error.kind}: {error}")
             continue
-        first = first or row
-        lengths[len(request.token_ids)] += 1
-        longest = max(longest, min(len(request.token_ids) + request.params.max_tokens, builder.max_model_len))
-    if failed > _SHOWN:
-        print(f"... and {failed - _SHOWN:,} more")
-    good = lengths.total()
-    print(f"Rows        {good + failed:,}: {good:,} good, {failed:,} bad" + _counts(errors))
-    if first is not None:
-        for line in _prompt_lines(lengths):
-            print(line)
-        for line in _memory_lines(config.engine, files.config, lengths, builder.sampling.max_tokens, longest):
-            print(line)
-        print(f"First prompt ({first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:")
-        print(builder.render(first))
-    return SOME_FAILED if failed else OK
+        found.first = found.first or row
+        found.lengths[len(request.token_ids)] += 1
+        found.longest = max(found.longest, request.longest(builder.max_model_len))
+    return found
+
+
+def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: ModelFiles) -> Iterator[str]:
+    num_good, num_bad = found.lengths.total(), found.errors.total()
+    if num_bad > _SHOWN:
+        yield f"... and {num_bad - _SHOWN:,} more"
+    yield f"Rows        {num_good + num_bad:,}: {num_good:,} good, {num_bad:,} bad" + _counts(found.errors)
+    if found.first is None:
+        return
+    yield from _prompt_lines(found.lengths)
+    yield _memory_line(found, builder.sampling.max_tokens, engine, files)
+    yield f"First prompt ({found.first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:"
+    yield builder.render(found.first)
 
 
 def _counts(errors: Counter[str]) -> str:
@@ -81,39 +105,22 @@ def _prompt_lines(lengths: Counter[int]) -> Iterator[str]:
         yield f"  {span:>17} {'#' * -(-buckets[bits] * _BAR // most):<{_BAR}} {buckets[bits]:,}"
 
 
-def _memory_lines(
-    engine: EngineConfig, model_config: Any, lengths: Counter[int], max_tokens: int, longest: int
-) -> Iterator[str]:
-    """How many blocks the rows need and how many of them fit; from the model's configuration, so an estimate."""
-    import torch
+def _memory_line(found: Found, max_tokens: int, engine: EnginePlan, files: ModelFiles) -> str:
+    """How many blocks the rows need and how many fit, in all replicas together: an estimate, as no weight is loaded."""
+    from cbatch.engine.estimate import Estimate
 
-    from cbatch.model.kv_cache import LayerShape, cache_dtype, count_blocks
-    from cbatch.model.loader import resolve_block_size, resolve_dtype
-
-    text, device = model_config.get_text_config(), resolve_device(engine.device)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    block_size = resolve_block_size(engine.block_size, device.split(":")[0])
-    dtype = cache_dtype(engine, torch.device(device), resolve_dtype(engine.dtype, device, model_config), block_size, [])
-    block_bytes = text.num_hidden_layers * LayerShape(heads, size, size, 0).bytes_per_token(dtype) * block_size
-    fit = count_blocks(
-        block_bytes,
-        engine.kv_cache_memory,
-        most_useful=1 << 40,
-        budget=lambda: _free_memory(device, engine.gpu_memory_utilization) // 2,
+    estimate = Estimate(files, engine)
+    num_fit, block_bytes = estimate.num_blocks, estimate.bytes_per_token * engine.block_size
+    mean = sum(length * count for length, count in found.lengths.items()) / found.lengths.total() + max_tokens
+    blocks = -(-round(mean) // engine.block_size)
+    basis = ""
+    if engine.kv_cache_memory is None and estimate.weights:
+        basis = f" beside weights of {estimate.weights / 1024**3:.2f} GiB, by an estimate from the model's files"
+    if len(engine.places) > 1:
+        basis += f", in {len(engine.places)} engines together"
+    return (
+        f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens "
+        f"({blocks * block_bytes / 1024**2:.1f} MiB) "
+        f"on average with {max_tokens:,} new tokens, {-(-found.longest // engine.block_size):,} at most; "
+        f"about {num_fit:,} blocks fit here{basis}, {num_fit // blocks:,} rows at once"
     )
-    mean = sum(length * count for length, count in lengths.items()) / lengths.total() + max_tokens
-    blocks = -(-round(mean) // block_size)
-    yield (
-        f"KV cache    a row takes {blocks:,} blocks of {block_size} tokens ({blocks * block_bytes / 1024**2:.1f} MiB) "
-        f"on average with {max_tokens:,} new tokens, {-(-longest // block_size):,} at most; "
-        f"about {fit:,} blocks fit here, {fit // blocks:,} rows at once"
-    )
-
-
-def _free_memory(device: str, gpu_memory_utilization: float) -> int:
-    """Bytes that are free on a device."""
-    if device == "cpu":
-        return available_memory()
-    free, total = gpu_memory(device)
-    return max(0, free - int(total * (1 - gpu_memory_utilization)))

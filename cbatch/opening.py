@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cbatch import __version__
@@ -10,17 +9,20 @@ from cbatch.config import EngineConfig
 from cbatch.rows.prompt import PromptBuilder
 
 if TYPE_CHECKING:
-    from cbatch.engine.places import Place
+    from cbatch.engine.plan import EnginePlan
     from cbatch.engine.protocol import Facts
 
 
-def first_line(config: EngineConfig, builder: PromptBuilder, facts: Facts, places: Sequence[Place]) -> str:
+def first_line(config: EngineConfig, builder: PromptBuilder, facts: Facts, engine_plan: EnginePlan) -> str:
     """Says with what rows are completed."""
     sampling = builder.sampling
     draw = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
     where, each = facts.device, ""
     if facts.num_replicas > 1:
-        where, each = facts.device_type, f"{facts.num_replicas} engines ({'; '.join(map(str, places))}), each "
+        where, each = (
+            facts.device_type,
+            f"{facts.num_replicas} engines ({'; '.join(map(str, engine_plan.places))}), each ",
+        )
     text = (
         f"cbatch {__version__}: {config.model} ({facts.dtype} on {where}), "
         f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.config import RunConfig, SamplingParams
 from cbatch.errors import RowError, UsageError
-from cbatch.machine import resolve_device
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder
@@ -20,6 +19,7 @@ from cbatch.rows.request import Row
 from cbatch.rows.template import compiled_template, template_text
 
 if TYPE_CHECKING:
+    from cbatch.engine.plan import EnginePlan
     from cbatch.model.loader import ModelFiles
 
 _FIRST_ROWS = 20  # looked at before anything is loaded
@@ -112,25 +112,20 @@ def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:
     return config.sampling.override(values)
 
 
-def prompt_builder(config: RunConfig, files: ModelFiles) -> PromptBuilder:
+def prompt_builder(config: RunConfig, files: ModelFiles, max_model_len: int) -> PromptBuilder:
     """How rows become requests, under a seed drawn now if the settings name none."""
     sampling = sampling_defaults(config, files)
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
-    context, asked = files.context, config.prompt.max_model_len
-    if asked is not None and asked > context:
-        raise UsageError(f"--max-model-len {asked}: the model's context is {context} tokens")
     vocab_size = files.config.get_text_config().vocab_size
-    return PromptBuilder(config.prompt, sampling, files.tokenizer, asked or context, vocab_size)
+    return PromptBuilder(config.prompt, sampling, files.tokenizer, max_model_len, vocab_size)
 
 
-def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sources: Sequence[Source]) -> dict[str, Any]:
+def settings(
+    config: RunConfig, engine: EnginePlan, builder: PromptBuilder, files: ModelFiles, sources: Sequence[Source]
+) -> dict[str, Any]:
     """Everything that the completions of a job depend on, as its manifest keeps it."""
-    from cbatch.model.loader import resolve_dtype
-
-    engine, prompt = config.engine, config.prompt
-    dtype = resolve_dtype(engine.dtype, resolve_device(engine.device), files.config)
-    sampling = asdict(builder.sampling)
+    prompt, sampling = config.prompt, asdict(builder.sampling)
     return {
         **files.fingerprint(),
         **{
@@ -140,11 +135,11 @@ def settings(config: RunConfig, builder: PromptBuilder, files: ModelFiles, sourc
         **asdict(prompt),
         "template": template_text(prompt.template) if prompt.template else None,
         "chat": builder.chat,
-        "max_model_len": builder.max_model_len,
+        "max_model_len": engine.max_model_len,
         "inputs": [source.name for source in sources],
         "input sizes": [source.size for source in sources],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": engine.dtype,
         "quantization": engine.quantization,
-        "kv_cache_dtype": engine.kv_cache_dtype,
+        "kv_cache_dtype": config.engine.kv_cache_dtype,
         "load_format": engine.load_format,
     }

@@ -20,7 +20,6 @@ from cbatch.config import RunConfig
 from cbatch.deadline import Deadline
 from cbatch.ending import Ending
 from cbatch.errors import READER_GONE, Fatal, UsageError
-from cbatch.machine import resolve_device
 from cbatch.opening import first_line
 from cbatch.output.index import Done
 from cbatch.output.sink import Sink, make_sink
@@ -39,7 +38,7 @@ from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
 
 if TYPE_CHECKING:
-    from cbatch.engine.places import Place
+    from cbatch.engine.plan import EnginePlan
     from cbatch.engine.protocol import AnyEngine
     from cbatch.model.loader import ModelFiles
 
@@ -86,15 +85,15 @@ class Job:
     def _run(self, stdout: BinaryIO | None) -> int:
         """reader -> engine -> output"""
         sources = self._open_inputs()
-        places, files, builder = self._plan(sources)
+        files, engine_plan, builder = self._plan(sources)
         with closing(make_sink(self.target, sources, self.rank, stdout, self.progress.note)) as sink:
-            done = self._open_output(sink, sources, files, builder)
+            done = self._open_output(sink, sources, files, engine_plan, builder)
             remaining = Remaining(sources, self.rank, builder, done.digest, self.target.shape.check)
             with Writer(sink) as writer:
                 self.ending.writer = writer
                 deliver = partial(self._deliver, writer)
                 with Feed(self._rows(sources, builder), remaining.request, deliver, _AHEAD) as feed:
-                    finished = self._complete(feed, places, files, builder, deliver)
+                    finished = self._complete(feed, files, engine_plan, builder, deliver)
             left_to_others = sink.finish(remaining.seen) if finished else 0
             return self.ending.report(finished, left_to_others)
 
@@ -105,25 +104,28 @@ class Job:
         self.progress.doing = "opening the input"
         return resolve(self.config.input.inputs, self.target.owns)
 
-    def _plan(self, sources: Sequence[Source]) -> tuple[list[Place], ModelFiles, PromptBuilder]:
-        """Find all that is wrong with the command; where the engines run, the model's files, and how prompts are made."""
+    def _plan(self, sources: Sequence[Source]) -> tuple[ModelFiles, EnginePlan, PromptBuilder]:
+        """Find all that is wrong with the command; the model's files, how engines run, and how prompts are made."""
         from cbatch.engine.places import find_places
+        from cbatch.engine.plan import resolve as resolve_engine
         from cbatch.model.loader import locate
 
         plan.check_settings(self.config)
         plan.check_first_rows(sources, self.config, self.target.shape)
-        resolve_device(self.config.engine.device)
         places = find_places(self.config.engine)
         self.progress.doing = f"looking for {self.config.engine.model}"
         files = locate(self.config.engine.model)
         files.check()
+        engine_plan = resolve_engine(self.config.engine, places, files, self.config.prompt.max_model_len)
         self.progress.doing = "loading the tokenizer"
-        return places, files, plan.prompt_builder(self.config, files)
+        return files, engine_plan, plan.prompt_builder(self.config, files, engine_plan.max_model_len)
 
-    def _open_output(self, sink: Sink, sources: Sequence[Source], files: ModelFiles, builder: PromptBuilder) -> Done:
+    def _open_output(
+        self, sink: Sink, sources: Sequence[Source], files: ModelFiles, engine_plan: EnginePlan, builder: PromptBuilder
+    ) -> Done:
         """Begin a job, or go on with one under the seed that it drew; what is done."""
         drawn = ("seed",) if self.config.sampling.seed is None else ()
-        settings, done = sink.open(plan.settings(self.config, builder, files, sources), drawn)
+        settings, done = sink.open(plan.settings(self.config, engine_plan, builder, files, sources), drawn)
         builder.reseed(settings["seed"])
         self.stats.num_rows_earlier, self.stats.num_rows_earlier_failed = done.num_rows, done.num_failed
         return done
@@ -138,15 +140,15 @@ class Job:
         self.stats.num_rows = num_rows
 
     def _complete(
-        self, feed: Feed, places: list[Place], files: ModelFiles, builder: PromptBuilder, deliver: Deliver
+        self, feed: Feed, files: ModelFiles, engine_plan: EnginePlan, builder: PromptBuilder, deliver: Deliver
     ) -> bool:
         """Run the engine on the rows of the feed; whether there was time for all. No row, no engine."""
         if feed.empty():
             return True
         self.progress.doing = f"loading {files.name}"
-        engine = self._start_engine(places, files, builder.max_model_len)
+        engine = self._start_engine(files, engine_plan)
         self.ending.facts = engine.facts
-        self.progress.note(first_line(self.config.engine, builder, engine.facts, places))
+        self.progress.note(first_line(self.config.engine, builder, engine.facts, engine_plan))
         self.progress.doing = "first step"
         self.deadline.rows_run = True
         with closing(engine.generate(feed, self.deadline)) as completions:
@@ -154,15 +156,15 @@ class Job:
                 deliver(completion)
         return feed.ended and not engine.has_unfinished
 
-    def _start_engine(self, places: list[Place], files: ModelFiles, max_model_len: int) -> AnyEngine:
+    def _start_engine(self, files: ModelFiles, engine_plan: EnginePlan) -> AnyEngine:
         """One in this process, or several in processes of their own."""
-        if len(places) == 1:
+        if len(engine_plan.places) == 1:
             from cbatch.engine.start import start_engine
 
-            return start_engine(places[0].config, files, max_model_len, self.stats)
+            return start_engine(engine_plan, engine_plan.places[0], files, self.stats)
         from cbatch.engine.replicas import Replicas
 
-        return Replicas(places, files, max_model_len, self.stats, self.progress.note)
+        return Replicas(engine_plan, files, self.stats, self.progress.note)
 
     def _deliver(self, writer: Writer, completion: Completion) -> None:
         """Have a completion written and counted; the first errors are shown."""

@@ -8,6 +8,7 @@ from typing import Any
 import cbatch.model.ceilings
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
+from cbatch.engine.plan import EnginePlan
 from cbatch.engine.scheduler import make_scheduler
 from tests.chain import ChainRunner
 from tests.jobs import replace_start_engine
@@ -23,11 +24,11 @@ def decoder(tokenizer: Any) -> Callable[[Any], str]:
 def replace_models(num_blocks: int, max_num_seqs: int, engine: type[Engine] = Engine, order: str = "input") -> None:
     """Make every later job of this process generate with the chain model, and measure nothing."""
 
-    def start_engine(_config: Any, files: Any, max_model_len: int, stats: Any, _num_engines: int = 1) -> Engine:
+    def start_engine(plan: EnginePlan, _place: Any, files: Any, stats: Any) -> Engine:
         scheduler = make_scheduler("continuous", BlockPool(num_blocks, BLOCK_SIZE), 256, max_num_seqs)
         runner: Any = ChainRunner(num_blocks * BLOCK_SIZE, BLOCK_SIZE, VOCAB_SIZE)
         decode, eos = decoder(files.tokenizer), files.eos_token_ids
-        return engine(runner, scheduler, decode, eos, max_model_len, stats, order=order)
+        return engine(runner, scheduler, decode, eos, plan.max_model_len, stats, order=order)
 
     replace_start_engine(start_engine)
     cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from cbatch.config import EngineConfig
+from cbatch.engine.places import find_places
+from cbatch.engine.plan import resolve
 from cbatch.engine.start import start_engine
 from cbatch.model.batch import single
 from cbatch.model.loader import locate
@@ -64,7 +66,8 @@ def main() -> None:
     expected: list[torch.Tensor] = []
     for name, settings in _SETTINGS.items():
         config = EngineConfig(model=options.model, device="cpu", threads=options.threads, max_num_seqs=1, **settings)
-        engine = start_engine(config, files, _WINDOW, EngineStats())
+        plan = resolve(config, find_places(config), files, _WINDOW)
+        engine = start_engine(plan, plan.places[0], files, EngineStats())
         loss, same = 0.0, 0
         for number, (window, scores) in enumerate(zip(ids, logits(engine, ids), strict=True)):
             loss += torch.nn.functional.cross_entropy(scores[:-1], window[1:], reduction="sum").item()

@@ -27,9 +27,8 @@ MAY_IMPORT = {
     "cbatch.machine": {"cbatch.errors"},
     "cbatch.deadline": set(),
     "cbatch.streams": set(),
-    "cbatch.plan": {"cbatch.machine", "cbatch.rows", "cbatch.output", "cbatch.model.loader"},
+    "cbatch.plan": {"cbatch.rows", "cbatch.output", "cbatch.engine.plan", "cbatch.model.loader"},
     "cbatch.run": {
-        "cbatch.machine",
         "cbatch.deadline",
         "cbatch.ending",
         "cbatch.opening",
@@ -51,18 +50,20 @@ MAY_IMPORT = {
         "cbatch.watch",
     },
     "cbatch.check": {
-        "cbatch.machine",
         "cbatch.plan",
         "cbatch.rows",
         "cbatch.output",
-        "cbatch.run",
+        "cbatch.engine.estimate",
+        "cbatch.engine.places",
+        "cbatch.engine.plan",
         "cbatch.model.loader",
-        "cbatch.model.kv_cache",
     },
     "cbatch.bench": {
         "cbatch.machine",
         "cbatch.bench",
         "cbatch.rows",
+        "cbatch.engine.places",
+        "cbatch.engine.plan",
         "cbatch.model.loader",
         "cbatch.model.fetch",
         "cbatch.model.ceilings",
@@ -106,6 +107,7 @@ NO_TORCH = [
     "engine/backlog.py",
     "engine/protocol.py",
     "engine/places.py",
+    "engine/plan.py",
     "engine/recovery.py",
     "engine/replica.py",
     "engine/replica_child.py",
@@ -113,6 +115,7 @@ NO_TORCH = [
     "engine/replicas.py",
     "model/fetch.py",
     "model/loader.py",
+    "model/weights.py",
 ]
 
 

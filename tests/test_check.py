@@ -106,6 +106,42 @@ def test_in_a_cache_of_int8_rows_take_less(
         check(config(tiny_model, tmp_path / "in.jsonl", engine={"kv_cache_dtype": "fp8"}))
 
 
+def test_the_memory_is_that_of_a_run_with_as_many_engines(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `run` allocates if it could use it all: half of what is free beside the weights, for all engines together."""
+    monkeypatch.setattr("cbatch.engine.plan.available_memory", lambda: 2**30)
+    source, weights = write(tmp_path / "in.jsonl", *GOOD), (tiny_model / "model.safetensors").stat().st_size
+    for num_engines, together in (("1", ""), ("2", ", in 2 engines together")):
+        engine = {"dtype": "float32", "device": "cpu", "data_parallel_size": num_engines}
+        check(config(tiny_model, source, engine=engine))
+        line = capsys.readouterr().out
+        assert f"estimate from the model's files{together}, " in line
+        [fit] = re.findall(r"about ([\d,]+) blocks fit here beside weights of 0.00 GiB", line)
+        expected = (2**30 - int(num_engines) * weights) // 2 // (128 * 256)
+        assert abs(int(fit.replace(",", "")) - expected) <= int(num_engines)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "on a CPU there is int8"),
+        ({"kv_cache_dtype": "int8", "dtype": "float16"}, "it does not go with --dtype float16"),
+        ({"device": "tpu"}, "--device must be auto, cpu or cuda"),
+        ({"quantization": "int8"}, "--quantization int8: no C compiler"),
+    ],
+)
+def test_an_engine_that_can_not_be_is_refused_as_a_run_would(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], message: str
+) -> None:
+    if "quantization" in engine:
+        monkeypatch.setattr("cbatch.model.ops._library", lambda: None)
+        monkeypatch.setattr("cbatch.model.ops.without_native", "no C compiler")
+    source = write(tmp_path / "in.jsonl", *GOOD)
+    with pytest.raises(UsageError, match=message):
+        check(config(tiny_model, source, engine={"device": "cpu", **engine}))
+
+
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_input_without_rows_is_no_error(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str

@@ -11,6 +11,8 @@ import torch
 import transformers as hf
 
 from cbatch.config import EngineConfig
+from cbatch.engine.places import find_places
+from cbatch.engine.plan import resolve
 from cbatch.engine.start import start_engine
 from cbatch.errors import Fatal, UsageError
 from cbatch.model.attention import NAME, layer_shapes
@@ -232,5 +234,7 @@ def test_start_checks_architectures_it_does_not_know(tmp_path: Path, monkeypatch
     for kind in (hf.LlamaConfig, hf.PhiConfig):
         make_model(make_config(kind)).save_pretrained(tmp_path)
         make_tokenizer().save_pretrained(tmp_path)
-        start_engine(EngineConfig(kv_cache_memory=0.01, threads=1), ModelFiles("m", tmp_path), 64, RunStats())
+        config, files = EngineConfig(kv_cache_memory=0.01, threads=1), ModelFiles("m", tmp_path)
+        plan = resolve(config, find_places(config), files, 64)
+        start_engine(plan, plan.places[0], files, RunStats())
     assert checked == ["phi"]

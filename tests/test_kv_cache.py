@@ -3,29 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
-from cbatch.model.kv_cache import KVCache, LayerShape, cache_dtype, count_blocks
+from cbatch.model.kv_cache import KVCache, LayerShape, cache_dtype, check_heads
 
 CPU = torch.device("cpu")
-
-
-def nothing() -> int:
-    raise AssertionError("the memory was given")
-
-
-def test_blocks_by_the_memory_asked_for() -> None:
-    assert count_blocks(1024, 1 / 1024, 10**9, nothing) == 1024
-    assert count_blocks(1025, 1 / 1024, 10**9, nothing) == 1023
-    assert count_blocks(1024, 1 / 1024, 100, nothing) == 100
-    assert count_blocks(1024, 0.0, 100, nothing) == 0
-
-
-def test_blocks_by_what_is_left_for_them() -> None:
-    assert count_blocks(1000, None, 100, lambda: 5000) == 5
-    assert count_blocks(6000, None, 100, lambda: 5000) == 0
-    assert count_blocks(1000, None, 3, lambda: 5000) == 3
-    assert count_blocks(1000, None, 3, lambda: -5000) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -68,9 +49,8 @@ def test_a_cache_that_a_device_or_a_model_can_not_have_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
-    config = EngineConfig(kv_cache_dtype=name)
     with pytest.raises(UsageError, match=f"--kv-cache-dtype {name}.*{message}"):
-        cache_dtype(config, device, BFLOAT16, 32, [SHAPE, layer])
+        check_heads(cache_dtype(name, device, BFLOAT16, 32), [SHAPE, layer])
 
 
 def test_a_cache_has_the_dtype_asked_for_or_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,4 +60,4 @@ def test_a_cache_has_the_dtype_asked_for_or_that_of_the_model(monkeypatch: pytes
         ("int8", CPU, torch.int8),
         ("fp8", GPU, torch.float8_e4m3fn),
     ):
-        assert cache_dtype(EngineConfig(kv_cache_dtype=name), device, BFLOAT16, 32, [SHAPE]) == expected
+        assert cache_dtype(name, device, BFLOAT16, 32) == expected

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3TextConfig
 
 from cbatch.errors import Fatal, UsageError
-from cbatch.model import loader
-from cbatch.model.loader import ModelFiles, locate, resolve_dtype
+from cbatch.model.loader import ModelFiles, locate
 from tests.tiny import make_config, save_model
 
 
@@ -153,18 +152,6 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
 
 
 # Precision and device
-
-
-def test_dtype_auto_is_the_checkpoints_where_the_cpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make_config(dtype=torch.bfloat16)
-    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(loader, "cpu_has_bfloat16", lambda fast=fast: fast)
-        assert resolve_dtype("auto", "cpu", config) == expected
-        assert resolve_dtype("auto", "cuda", config) == torch.bfloat16
-        assert resolve_dtype("auto", "cuda:1", make_config(dtype=torch.float16)) == torch.float16
-        assert resolve_dtype("auto", "cpu", make_config(dtype=torch.float32)) == torch.float32
-        assert resolve_dtype("auto", "cpu", make_config(dtype=None)) == torch.float32
-        assert resolve_dtype("float16", "cpu", config) == torch.float16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cbatch.config import EngineConfig
-from cbatch.engine.places import find_places, share_cpus
+from cbatch.engine.places import Place, find_places, share_cpus
 from cbatch.errors import RowError, UsageError
-from cbatch.machine import numa_nodes
+from cbatch.machine import num_cpus, numa_nodes
 
 
 def test_shares_are_even_and_within_a_node_where_that_can_be() -> None:
@@ -25,8 +25,8 @@ def test_engines_on_cpus_have_different_ones_and_divide_the_threads() -> None:
     places = find_places(EngineConfig(device="cpu", threads=6, data_parallel_size="2"))
     cpus = [cpu for place in places for cpu in place.cpus]
     assert sorted(cpus) == sorted(mine)
-    assert [place.config.threads for place in places] == [max(1, 6 * len(place.cpus) // len(mine)) for place in places]
-    assert {place.config.device for place in places} == {"cpu"}
+    assert [place.num_threads for place in places] == [max(1, 6 * len(place.cpus) // len(mine)) for place in places]
+    assert {place.device for place in places} == {"cpu"}
     assert len(find_places(EngineConfig(device="cpu", data_parallel_size="auto"))) == len(numa_nodes())
 
 
@@ -37,7 +37,7 @@ def test_engines_on_gpus_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
     for size, count in (("auto", 4), ("3", 3)):
         places = find_places(EngineConfig(threads=8, data_parallel_size=size))
         assert [str(place) for place in places] == [f"cuda:{index}" for index in range(count)]
-        assert {place.config.threads for place in places} == {8 // count}
+        assert {place.num_threads for place in places} == {8 // count}
     assert [str(place) for place in find_places(EngineConfig(device="cuda:2", data_parallel_size="auto"))] == ["cuda:2"]
     for device, size in (("auto", "5"), ("cuda:1", "2")):
         with pytest.raises(UsageError, match="--data-parallel-size"):
@@ -45,8 +45,8 @@ def test_engines_on_gpus_have_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_engine_is_where_it_was_asked_to_be() -> None:
-    config = EngineConfig(device="cpu")
-    assert [place.config for place in find_places(config)] == [config]
+    assert find_places(EngineConfig(device="cpu", threads=3)) == [Place("cpu", 3)]
+    assert find_places(EngineConfig(device="cpu")) == [Place("cpu", num_cpus())]
 
 
 def test_the_error_of_a_row_passes_between_processes() -> None:

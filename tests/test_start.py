@@ -7,6 +7,8 @@ import pytest
 import transformers as hf
 
 from cbatch.config import EngineConfig
+from cbatch.engine.places import find_places
+from cbatch.engine.plan import resolve
 from cbatch.engine.start import model_cost, start_engine
 from cbatch.errors import UsageError
 from cbatch.model import ops
@@ -22,7 +24,9 @@ HIDDEN, MLP, QKVO = 32, 3 * 32 * 48, 32 * 32 + 2 * 32 * 16 + 32 * 32
 
 def started(tiny_model: Path, max_model_len: int = 64, **settings: Any) -> Any:
     config = EngineConfig(**{"kv_cache_memory": 0.01, "threads": 1, "dtype": "float32", **settings})
-    return start_engine(config, locate(str(tiny_model)), max_model_len, RunStats())
+    files = locate(str(tiny_model))
+    plan = resolve(config, find_places(config), files, max_model_len)
+    return start_engine(plan, plan.places[0], files, RunStats())
 
 
 def test_an_engine_from_a_folder_generates_what_transformers_does(tiny_model: Path) -> None:

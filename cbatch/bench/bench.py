@@ -27,7 +27,7 @@ from cbatch.bench.timeline import timeline
 from cbatch.bench.workload import Workload, make, read_file
 from cbatch.config import SCHEDULES, BenchConfig, EngineConfig
 from cbatch.errors import KILLED, OK, SOME_FAILED, UsageError
-from cbatch.machine import allowed_cpus, device_name, num_cpus, resolve_device
+from cbatch.machine import allowed_cpus, device_name
 from cbatch.watch.progress import say
 
 if TYPE_CHECKING:
@@ -118,16 +118,18 @@ class Setup:
 
 
 def _set_up(config: BenchConfig, engine: EngineConfig) -> Setup:
-    from cbatch.model.loader import locate, resolve_dtype
+    from cbatch.engine.places import find_places
+    from cbatch.engine.plan import resolve
+    from cbatch.model.loader import locate
 
-    device, num_threads, files = resolve_device(engine.device), engine.threads or num_cpus(), locate(engine.model)
+    [place], files = find_places(engine), locate(engine.model)
     files.check()
-    dtype = str(resolve_dtype(engine.dtype, device, files.config)).removeprefix("torch.")
+    dtype = resolve(engine, [place], files).dtype
     if config.workload in _GENERATED:
         workload = make(config.workload, config.rows or _ROWS, files.tokenizer, files.context)
     else:
         workload = read_file(config.workload, config.rows, files.context)
-    return Setup(engine, files, workload, device, dtype, num_threads)
+    return Setup(engine, files, workload, place.device, dtype, place.num_threads)
 
 
 def _contenders(

@@ -51,7 +51,7 @@ class Engine:
         self.capacity = scheduler.pool.num_blocks * scheduler.pool.block_size  # tokens that one row may hold
         self.stats = stats or EngineStats()
         self.depth = depth
-        self._backlog = Backlog(scheduler.max_num_seqs, min(self.capacity, max_model_len), order)
+        self._backlog = Backlog(scheduler.max_num_seqs, self.facts.longest_row, order)
         self._launched: deque[tuple[Schedule, LaunchedStep]] = deque()
 
     def generate(self, requests: Requests, until: Until = _ENDLESS) -> Generator[Completion, None, None]:
@@ -141,7 +141,7 @@ class Engine:
         assert num_prompt_tokens < self.max_model_len, "prompts are made to leave room for a token"
         if num_prompt_tokens >= self.capacity:
             raise RowError("kv_cache_too_small", f"the prompt has {num_prompt_tokens} tokens; {self._room()}")
-        max_len = min(self._longest(request), self.capacity)
+        max_len = min(request.longest(self.max_model_len), self.capacity)
         stop, min_tokens = request.params.stop, request.params.min_tokens
         stop_finder = StopFinder(self.decode, stop, min_tokens) if stop else None
         return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
@@ -182,12 +182,9 @@ class Engine:
             return self._end(seq, "stop")
         if seq.num_known_tokens < seq.max_len:
             return None
-        if seq.max_len < self._longest(seq.request):  # with more memory the row would go on
+        if seq.max_len < seq.request.longest(self.max_model_len):  # with more memory the row would go on
             return self._end(seq, error=RowError("kv_cache_too_small", f"the row has outgrown it; {self._room()}"))
         return self._end(seq, "length")
-
-    def _longest(self, request: Request) -> int:
-        return min(len(request.token_ids) + request.params.max_tokens, self.max_model_len)
 
     def _room(self) -> str:
         return f"the KV cache holds {self.capacity}: see --kv-cache-memory"

@@ -1,9 +1,9 @@
-"""Where the engines of a run are to be: on which GPUs, or on which CPUs."""
+"""Where the replicas of a run are: on which GPUs, or on which CPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -16,41 +16,43 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Place:
-    """One of the `engines` places of a run."""
+    """Where a replica runs: on a GPU, or on a set of CPUs."""
 
-    config: EngineConfig  # with the device and the threads of this one
+    device: str  # as torch names it: cpu, cuda, cuda:1
+    num_threads: int  # for work on CPUs
     cpus: tuple[int, ...] = ()  # that it keeps to; none: wherever the system puts it
-    engines: int = 1
 
     def __str__(self) -> str:
-        return self.config.device if not self.cpus else f"CPU {', '.join(_spans(self.cpus))}"
+        return self.device if not self.cpus else f"CPU {', '.join(_spans(self.cpus))}"
 
 
 def find_places(config: EngineConfig) -> list[Place]:
-    """As many as --data-parallel-size says; UsageError if there are not so many GPUs."""
-    if config.data_parallel_size == "1":
-        return [Place(config)]
+    """A place for each of the replicas that --data-parallel-size asks for; UsageError if there are too few GPUs."""
     device, asked = resolve_device(config.device), config.data_parallel_size
-    return _on_gpus(config, device, asked) if device.startswith("cuda") else _on_cpus(config, asked)
+    num_threads = config.threads or num_cpus()
+    if asked == "1":
+        return [Place(device, num_threads)]
+    if device.startswith("cuda"):
+        return _on_gpus(config.device, device, num_threads, asked)
+    return _on_cpus(num_threads, asked)
 
 
-def _on_gpus(config: EngineConfig, device: str, asked: str) -> list[Place]:
+def _on_gpus(asked_device: str, device: str, num_threads: int, asked: str) -> list[Place]:
     gpus = [device] if ":" in device else [f"{device}:{index}" for index in range(num_gpus())]
     count = len(gpus) if asked == "auto" else int(asked)
     if count > len(gpus):
-        raise UsageError(f"--data-parallel-size {count}: --device {config.device} is {len(gpus)} GPU(s)")
-    threads = max(1, (config.threads or num_cpus()) // count)
-    return [Place(replace(config, device=gpu, threads=threads), engines=count) for gpu in gpus[:count]]
+        raise UsageError(f"--data-parallel-size {count}: --device {asked_device} is {len(gpus)} GPU(s)")
+    return [Place(gpu, max(1, num_threads // count)) for gpu in gpus[:count]]
 
 
-def _on_cpus(config: EngineConfig, asked: str) -> list[Place]:
+def _on_cpus(num_threads: int, asked: str) -> list[Place]:
     nodes = numa_nodes()
     count = len(nodes) if asked == "auto" else int(asked)
-    threads, num_known = config.threads or num_cpus(), sum(map(len, nodes))
+    num_known = sum(map(len, nodes))
     places = []
     for cpus in share_cpus(nodes, count):
-        share = max(1, threads * len(cpus) // num_known) if num_known else max(1, threads // count)
-        places.append(Place(replace(config, device="cpu", threads=share), cpus, count))
+        share = num_threads * len(cpus) // num_known if num_known else num_threads // count
+        places.append(Place("cpu", max(1, share), cpus))
     return places
 
 

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from cbatch.engine.places import Place
+from cbatch.engine.plan import EnginePlan
 from cbatch.engine.protocol import Orders, Report
 from cbatch.errors import Fatal
 from cbatch.rows.request import Request
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.25  # between reports with statistics
 
 
-def work(connection: Connection, place: Place, files: ModelFiles, max_model_len: int) -> None:
+def work(connection: Connection, plan: EnginePlan, place: Place, files: ModelFiles) -> None:
     """Run an engine until the parent says to leave, then end the process.
 
     Sends the engine's Facts once the model is loaded, or a Fatal error if it can't be, then Reports.
@@ -30,7 +31,7 @@ def work(connection: Connection, place: Place, files: ModelFiles, max_model_len:
     try:
         if place.cpus:
             os.sched_setaffinity(0, place.cpus)
-        _run_engine(connection, place, files, max_model_len)
+        _run_engine(connection, plan, place, files)
     except BrokenPipeError:  # the parent is gone
         os._exit(1)
     except BaseException:
@@ -39,12 +40,12 @@ def work(connection: Connection, place: Place, files: ModelFiles, max_model_len:
     os._exit(0)
 
 
-def _run_engine(connection: Connection, place: Place, files: ModelFiles, max_model_len: int) -> None:
+def _run_engine(connection: Connection, plan: EnginePlan, place: Place, files: ModelFiles) -> None:
     from cbatch.engine.start import start_engine
 
     inbox, stats = Inbox(connection), EngineStats()
     try:
-        engine = start_engine(place.config, files, max_model_len, stats, place.engines)
+        engine = start_engine(plan, place, files, stats)
     except Fatal as error:
         return connection.send(error)
     connection.send(engine.facts)

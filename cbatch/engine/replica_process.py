@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.deadline import SIGNALS
 from cbatch.engine.places import Place
+from cbatch.engine.plan import EnginePlan
 from cbatch.engine.protocol import Facts, Orders, Report
 from cbatch.engine.replica_child import work
 from cbatch.errors import Fatal
@@ -26,10 +27,10 @@ _SPAWN = get_context("spawn")  # a fork would inherit threads and CUDA
 class ReplicaProcess:
     """The parent's handle on a child process that runs an engine. The child starts with it and loads the model."""
 
-    def __init__(self, place: Place, files: ModelFiles, max_model_len: int) -> None:
+    def __init__(self, plan: EnginePlan, place: Place, files: ModelFiles) -> None:
         self.has_ended = False
         self._connection, childs_end = _SPAWN.Pipe()
-        arguments = (childs_end, place, files, max_model_len)
+        arguments = (childs_end, plan, place, files)
         self._process = _SPAWN.Process(target=work, args=arguments, daemon=True)
         with _signals_blocked():
             self._process.start()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cbatch.engine.backlog import Backlog
-from cbatch.engine.places import Place
+from cbatch.engine.plan import EnginePlan
 from cbatch.engine.protocol import Facts, Report, Requests, Until
 from cbatch.engine.recovery import Recovery
 from cbatch.engine.replica import Replica
@@ -33,20 +33,19 @@ class Replicas:
 
     def __init__(
         self,
-        places: list[Place],
+        plan: EnginePlan,
         files: ModelFiles,
-        max_model_len: int,
         stats: RunStats,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start a replica at each place and wait until all have loaded the model. `note` gets lines for the user."""
+        """Start a replica at each place of the plan and wait until all have loaded the model. `note` gets lines for the user."""
         self._run_stats = stats
-        stats.num_replicas = len(places)
+        stats.num_replicas = len(plan.places)
         self._waiting: deque[Request] = deque()
         self._recovery = Recovery(note)
         self._is_leaving = False
         files = replace(files)  # a copy without the tokenizer and the templates that have been read
-        self._replicas = [Replica(str(place), partial(ReplicaProcess, place, files, max_model_len)) for place in places]
+        self._replicas = [Replica(str(place), partial(ReplicaProcess, plan, place, files)) for place in plan.places]
         try:
             while not (loaded := self._loaded()):
                 list(self._receive())
@@ -54,8 +53,8 @@ class Replicas:
             self._kill()
             raise
         smallest = min(loaded, key=lambda facts: facts.capacity)
-        self.facts = replace(smallest, num_replicas=len(places))
-        self._backlog = Backlog(len(places) * smallest.max_num_seqs, smallest.longest_row, places[0].config.order)
+        self.facts = replace(smallest, num_replicas=len(plan.places))
+        self._backlog = Backlog(len(plan.places) * smallest.max_num_seqs, smallest.longest_row, plan.order)
 
     def _loaded(self) -> list[Facts]:
         """The facts of all replicas if each has loaded the model; none before that."""

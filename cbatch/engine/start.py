@@ -1,23 +1,23 @@
-"""Settings and model files -> a running engine."""
+"""A plan and model files -> a running engine."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cbatch.config import EngineConfig
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
+from cbatch.engine.places import Place
+from cbatch.engine.plan import EnginePlan
 from cbatch.engine.scheduler import make_scheduler
 from cbatch.errors import UsageError
-from cbatch.machine import available_memory, gpu_memory, num_cpus, resolve_device
 from cbatch.model import ops
 from cbatch.model.attention import layer_shapes
 from cbatch.model.fused import is_quantized, substitute
-from cbatch.model.kv_cache import KVCache, cache_dtype, count_blocks
-from cbatch.model.loader import resolve_block_size, resolve_dtype
+from cbatch.model.kv_cache import KVCache, LayerShape, check_heads
 from cbatch.model.runner import Runner
 from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import EngineStats, ModelCost
@@ -25,68 +25,81 @@ from cbatch.watch.stats import EngineStats, ModelCost
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
 
-_MAX_NUM_SEQS = {"cpu": 128, "cuda": 256}
-_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+Layers = Mapping[int, LayerShape]
 
 
-def start_engine(
-    config: EngineConfig, files: ModelFiles, max_model_len: int, stats: EngineStats, engines: int = 1
-) -> Engine:
-    """Load the model, allocate the KV cache and put the engine together.
+def start_engine(plan: EnginePlan, place: Place, files: ModelFiles, stats: EngineStats) -> Engine:
+    """Load the model at this place of the plan, allocate the KV cache and put the engine together."""
+    torch.set_num_threads(place.num_threads)
+    model, layers = _load_model(plan, place, files)
+    kv_dtype: torch.dtype = getattr(torch, plan.kv_dtype)
+    bytes_per_token = sum(layer.bytes_per_token(kv_dtype) for layer in layers.values())
+    stats.cost = model_cost(model, bytes_per_token)
+    _substitute(plan, model, layers)
+    num_blocks = _count_blocks(plan, place, model, bytes_per_token)
+    pool = BlockPool(num_blocks, plan.block_size, plan.enable_prefix_caching)
+    scheduler = make_scheduler(plan.scheduling, pool, plan.max_num_batched_tokens, plan.max_num_seqs)
+    runner = Runner(model, KVCache(layers, num_blocks, plan.block_size, kv_dtype, model.device))
+    _record_graphs(plan, runner, layers, num_blocks)
+    if model.device.type == "cpu" and ops.without_native:
+        runner.notes.append(f"without C kernels, which makes it slower: {ops.without_native}")
+    depth = 1 if model.device.type == "cuda" else 0
+    eos, decode = files.eos_token_ids, _decoder(files.tokenizer)
+    return Engine(runner, scheduler, decode, eos, plan.max_model_len, stats, depth, plan.order)
 
-    `engines`: how many start at once and share the memory of a CPU.
-    """
-    torch.set_num_threads(config.threads or num_cpus())
-    device = resolve_device(config.device)
-    if config.quantization and (device != "cpu" or not ops.has_kernels(torch.device(device))):
-        raise UsageError(f"--quantization {config.quantization}: {ops.without_native or 'runs on a CPU only'}")
-    block_size = resolve_block_size(config.block_size, device.split(":")[0])
-    dtype = resolve_dtype(config.dtype, device, files.config)
-    cache_dtype(config, torch.device(device), dtype, block_size, [])  # is refused before the weights are read
-    model = files.load(config.dtype, device, dummy=config.load_format == "dummy")
-    max_num_seqs = config.max_num_seqs or _MAX_NUM_SEQS[model.device.type]
-    budget = config.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[model.device.type]
+
+def _load_model(plan: EnginePlan, place: Place, files: ModelFiles) -> tuple[Any, Layers]:
+    """The model on its device, and what its attention layers keep of a token; UsageError if cbatch can't run it."""
+    model = files.load(plan.dtype, place.device, dummy=plan.load_format == "dummy")
     layers = layer_shapes(model)
     if model.config.model_type not in PROVEN:
         verify(model, layers)
-    kv_dtype = cache_dtype(config, model.device, model.dtype, block_size, layers.values())
-    bytes_per_token = sum(layer.bytes_per_token(kv_dtype) for layer in layers.values())
-    stats.cost = model_cost(model, bytes_per_token)
+    check_heads(getattr(torch, plan.kv_dtype), layers.values())
+    return model, layers
+
+
+def _substitute(plan: EnginePlan, model: Any, layers: Layers) -> None:
+    """Replace slow modules by fused ones, and weights by 8-bit integers if that is asked for."""
     if ops.has_kernels(model.device):
-        substitute(model, layers, block_size, int8=config.quantization == "int8")
-    if config.quantization == "int8" and not is_quantized(model):
+        substitute(model, layers, plan.block_size, int8=plan.quantization == "int8")
+    if plan.quantization == "int8" and not is_quantized(model):
         raise UsageError(f"--quantization int8: no layer of this model can be quantized in {model.dtype}")
-    num_blocks = count_blocks(
-        bytes_per_token * block_size,
-        config.kv_cache_memory,
-        most_useful=max_num_seqs * -(-max_model_len // block_size),
-        budget=lambda: spare_memory(model, budget, max_num_seqs, config.gpu_memory_utilization, engines),
-    )
+
+
+def _count_blocks(plan: EnginePlan, place: Place, model: Any, bytes_per_token: int) -> int:
+    """How many blocks to allocate: as many as fit, and no more than can be used; UsageError if not even one fits."""
+
+    def free() -> int:
+        step = largest_step(model, plan) if model.device.type == "cuda" else 0
+        return plan.free_memory(place.device, step=step)
+
+    num_blocks = plan.num_blocks(bytes_per_token, free)
     if num_blocks == 0:
         raise UsageError(
-            f"no memory for the KV cache: a block of {block_size} tokens takes "
-            f"{bytes_per_token * block_size / 1024**2:.1f} MiB; see --kv-cache-memory and --block-size"
+            f"no memory for the KV cache: a block of {plan.block_size} tokens takes "
+            f"{bytes_per_token * plan.block_size / 1024**2:.1f} MiB; see --kv-cache-memory and --block-size"
         )
-    pool = BlockPool(num_blocks, block_size, config.enable_prefix_caching)
-    scheduler = make_scheduler(config.scheduling, pool, budget, max_num_seqs)
-    cache = KVCache(layers, num_blocks, block_size, kv_dtype, model.device)
-    tokenizer = copy.deepcopy(files.tokenizer)  # the reader's thread uses the other
+    return num_blocks
+
+
+def _record_graphs(plan: EnginePlan, runner: Runner, layers: Layers, num_blocks: int) -> None:
+    """Let the runner record its steps as CUDA graphs, on a GPU whose kernels take this model's heads."""
+    takes_heads = all(ops.fits_triton(layer.key_size, layer.value_size) for layer in layers.values())
+    if runner.device.type == "cuda" and plan.cuda_graphs and takes_heads:
+        longest = min(plan.max_model_len, num_blocks * plan.block_size)
+        max_blocks = -(-longest // plan.block_size)
+        runner.record(plan.max_num_batched_tokens, plan.max_num_seqs, max_blocks, longest)
+
+
+def _decoder(tokenizer: Any) -> Callable[[Any], str]:
+    """Token ids -> text, with a tokenizer of its own: the reader's thread uses the other one."""
+    tokenizer = copy.deepcopy(tokenizer)
 
     def decode(token_ids: Any) -> str:
         text: str = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    eos, runner, depth = files.eos_token_ids, Runner(model, cache), 0
-    if model.device.type == "cpu" and ops.without_native:
-        runner.notes.append(f"without C kernels, which makes it slower: {ops.without_native}")
-    if model.device.type == "cuda":
-        depth = 1
-        if config.cuda_graphs == "on" and all(
-            ops.fits_triton(layer.key_size, layer.value_size) for layer in layers.values()
-        ):
-            longest = min(max_model_len, num_blocks * block_size)
-            runner.record(budget, max_num_seqs, -(-longest // block_size), longest)
-    return Engine(runner, scheduler, decode, eos, max_model_len, stats, depth, config.order)
+    return decode
 
 
 class _NoCache:
@@ -99,18 +112,13 @@ class _NoCache:
 
 
 @torch.inference_mode()
-def spare_memory(
-    model: Any, max_num_tokens: int, max_num_seqs: int, gpu_memory_utilization: float, engines: int = 1
-) -> int:
-    """Bytes for the KV cache: half of what is free on a CPU, for all engines together; on a GPU, which each has for
-    itself, what the largest step leaves, which is tried."""
-    if model.device.type != "cuda":
-        return available_memory() // 2 // engines
+def largest_step(model: Any, plan: EnginePlan) -> int:
+    """Bytes of GPU memory that the largest step of the plan takes beside weights and KV cache: found by trying it."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
-    positions = torch.arange(max_num_tokens, device=model.device)[None]
-    sampled = torch.arange(min(max_num_seqs, max_num_tokens), device=model.device)
+    positions = torch.arange(plan.max_num_batched_tokens, device=model.device)[None]
+    sampled = torch.arange(min(plan.max_num_seqs, plan.max_num_batched_tokens), device=model.device)
     logits = model(
         input_ids=torch.zeros_like(positions),
         position_ids=positions,
@@ -123,8 +131,7 @@ def spare_memory(
     peak = torch.cuda.max_memory_allocated(model.device) - before
     del logits
     torch.cuda.empty_cache()
-    free, total = gpu_memory(str(model.device))
-    return int(free - total * (1 - gpu_memory_utilization) - peak)
+    return peak
 
 
 def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:

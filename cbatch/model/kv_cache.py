@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from cbatch.config import EngineConfig
 from cbatch.errors import UsageError
 from cbatch.kernels.cpu.native import HugePages, Layer, row_size
 from cbatch.model import ops
 from cbatch.model.batch import Batch
 
-_GIB = 1024**3
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
@@ -103,32 +101,23 @@ class KVCache:
         return ops.decoder_layer(compiled, x, self.k[layer], self.v[layer], batch, angles)
 
 
-def cache_dtype(
-    engine: EngineConfig, device: torch.device, dtype: torch.dtype, block_size: int, layers: Iterable[LayerShape]
-) -> torch.dtype:
-    """What `--kv-cache-dtype` means for a model in `dtype` with these layers; UsageError if there can be no such cache."""
-    name = engine.kv_cache_dtype
+def cache_dtype(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> torch.dtype:
+    """What `--kv-cache-dtype` means for a model in `dtype`; UsageError if there can be no such cache on this device."""
     if name == "auto":
         return dtype
     if (name == "int8") != (device.type == "cpu"):
         other = "on a CPU there is int8" if device.type == "cpu" else "on a GPU there is fp8"
         raise UsageError(f"--kv-cache-dtype {name} is not for this device ({device}); {other}")
     problem = ops.why_not_int8(dtype, block_size) if name == "int8" else ops.why_not_fp8(device)
-    for layer in layers:
-        if not ops.fits_cache(_DTYPES[name], layer.key_size, layer.value_size):
-            problem = f"it does not take this model's heads of {layer.key_size} and {layer.value_size} values"
     if problem:
         raise UsageError(f"--kv-cache-dtype {name}: {problem}")
     return _DTYPES[name]
 
 
-def count_blocks(
-    bytes_per_block: int,
-    memory_gib: float | None,
-    most_useful: int,
-    budget: Callable[[], int],
-) -> int:
-    """How many blocks to allocate: as many as fit in `memory_gib`, else in the `budget` in bytes, and no more than can
-    be used."""
-    memory = budget() if memory_gib is None else int(memory_gib * _GIB)
-    return max(0, min(memory // bytes_per_block, most_useful))
+def check_heads(dtype: torch.dtype, layers: Iterable[LayerShape]) -> None:
+    """UsageError if a cache of this dtype can't hold the heads of these layers."""
+    for name in (name for name, reduced in _DTYPES.items() if reduced == dtype):
+        for layer in layers:
+            if not ops.fits_cache(dtype, layer.key_size, layer.value_size):
+                heads = f"heads of {layer.key_size} and {layer.value_size} values"
+                raise UsageError(f"--kv-cache-dtype {name}: it does not take this model's {heads}")

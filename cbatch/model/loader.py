@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.errors import Fatal, UsageError
-from cbatch.machine import cpu_has_bfloat16
 from cbatch.model import fetch
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
@@ -139,7 +138,7 @@ class ModelFiles:
         logging.set_verbosity_error()
         logging.disable_progress_bar()
 
-        settings: dict[str, Any] = {"dtype": resolve_dtype(dtype, device, self.config), "attn_implementation": NAME}
+        settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
         try:
             if dummy:
                 torch.manual_seed(0)
@@ -188,23 +187,6 @@ def locate(name: str) -> ModelFiles:
         return ModelFiles(name, Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
     except Exception as error:
         raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {_first_line(error)}") from None
-
-
-def resolve_dtype(dtype: str, device: str, config: Any) -> Any:
-    """auto -> the checkpoint's, where the device computes it fast; a CPU without bfloat16 gets float32."""
-    import torch
-
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    if device != "cpu" or stored == torch.float32:
-        return stored
-    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-
-
-def resolve_block_size(block_size: int | None, device: str) -> int:
-    """Tokens in a block of the KV cache. On a CPU longer ones: there a block is read by one core, one after another."""
-    return block_size or (128 if device == "cpu" else 32)
 
 
 def _digest(path: Path) -> str:

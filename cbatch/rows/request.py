@@ -36,6 +36,10 @@ class Request:
         """Sequences that the engine runs for this request."""
         return 1
 
+    def longest(self, max_model_len: int) -> int:
+        """The most tokens that a sequence may come to, prompt and completion together."""
+        return min(len(self.token_ids) + self.params.max_tokens, max_model_len)
+
 
 @dataclass(frozen=True, slots=True)
 class Output:

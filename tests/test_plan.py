@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cbatch.engine.plan
+from cbatch.config import EngineConfig
+from cbatch.engine.places import Place, find_places
+from cbatch.engine.plan import EnginePlan, resolve, resolve_dtype
+from cbatch.errors import UsageError
+from cbatch.model.loader import locate
+from cbatch.model.weights import num_weights
+from tests.tiny import make_config
+
+GIB = 1024**3
+
+
+def plan_for(model: Path, max_model_len: int | None = None, **settings: Any) -> EnginePlan:
+    config = EngineConfig(**{"device": "cpu", "threads": 1, **settings})
+    return resolve(config, find_places(config), locate(str(model)), max_model_len)
+
+
+def nothing() -> int:
+    raise AssertionError("the memory was given")
+
+
+def test_a_plan_answers_what_the_settings_leave_open(tiny_model: Path) -> None:
+    plan = plan_for(tiny_model, dtype="float32")
+    assert (plan.dtype, plan.kv_dtype, plan.places) == ("float32", "float32", (Place("cpu", 1),))
+    assert (plan.block_size, plan.max_num_seqs, plan.max_num_batched_tokens, plan.max_model_len) == (128, 128, 512, 512)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    asked = plan_for(
+        tiny_model,
+        100,
+        kv_cache_dtype="int8",
+        block_size=32,
+        max_num_seqs=3,
+        max_num_batched_tokens=7,
+        cuda_graphs="off",
+    )
+    assert (asked.kv_dtype, asked.max_model_len, asked.block_size) == ("int8", 100, 32)
+    assert (asked.max_num_seqs, asked.max_num_batched_tokens, asked.cuda_graphs) == (3, 7, False)
+
+
+def test_on_a_gpu_other_answers_are_the_default(tiny_model: Path) -> None:
+    plan = resolve(EngineConfig(dtype="bfloat16"), [Place("cuda:1", 1)], locate(str(tiny_model)))
+    assert (plan.block_size, plan.max_num_seqs, plan.max_num_batched_tokens) == (32, 256, 8192)
+
+
+def test_a_context_longer_than_the_models_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match="--max-model-len 513: the model's context is 512 tokens"):
+        plan_for(tiny_model, 513)
+
+
+def test_dtype_auto_is_the_checkpoints_where_the_cpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(dtype=torch.bfloat16)
+    for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(cbatch.engine.plan, "cpu_has_bfloat16", lambda fast=fast: fast)
+        assert resolve_dtype("auto", "cpu", config) == expected
+        assert resolve_dtype("auto", "cuda", config) == torch.bfloat16
+        assert resolve_dtype("auto", "cuda", make_config(dtype=torch.float16)) == torch.float16
+        assert resolve_dtype("auto", "cpu", make_config(dtype=torch.float32)) == torch.float32
+        assert resolve_dtype("auto", "cpu", make_config(dtype=None)) == torch.float32
+        assert resolve_dtype("float16", "cpu", config) == torch.float16
+
+
+# Blocks
+
+
+@pytest.fixture
+def plan(tiny_model: Path) -> EnginePlan:
+    """Blocks of one token, so that a block takes as many bytes as a token."""
+    return replace(plan_for(tiny_model), block_size=1, max_num_seqs=10**6, max_model_len=1000)
+
+
+def test_blocks_by_the_memory_asked_for(plan: EnginePlan) -> None:
+    plan = replace(plan, kv_cache_memory=1024**2)
+    assert plan.num_blocks(1024, nothing) == 1024
+    assert plan.num_blocks(1025, nothing) == 1023
+    assert replace(plan, max_num_seqs=1, max_model_len=100).num_blocks(1024, nothing) == 100
+    assert replace(plan, kv_cache_memory=0).num_blocks(1024, nothing) == 0
+
+
+def test_blocks_by_what_is_left_for_them(plan: EnginePlan) -> None:
+    assert plan.num_blocks(1000, lambda: 5000) == 5
+    assert plan.num_blocks(6000, lambda: 5000) == 0
+    assert plan.num_blocks(1000, lambda: -5000) == 0
+    few = replace(plan, max_num_seqs=3, max_model_len=9, block_size=10)
+    assert (few.num_blocks(100, lambda: 5000), few.num_blocks_in_memory(100, lambda: 5000)) == (3, 5)
+
+
+def test_all_replicas_on_a_cpu_share_half_of_its_free_memory(plan: EnginePlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cbatch.engine.plan, "available_memory", lambda: 12 * GIB)
+    assert plan.free_memory("cpu") == 6 * GIB
+    assert plan.free_memory("cpu", weights=2 * GIB) == 5 * GIB
+    three = replace(plan, places=(Place("cpu", 1),) * 3)
+    assert three.free_memory("cpu") == 2 * GIB
+    assert three.free_memory("cpu", weights=2 * GIB) == 1 * GIB
+
+
+def test_on_a_gpu_the_share_of_it_that_weights_and_work_space_leave(
+    plan: EnginePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cbatch.engine.plan, "gpu_memory", lambda _: (70 * GIB, 80 * GIB))
+    plan = replace(plan, gpu_memory_utilization=0.75)
+    assert plan.free_memory("cuda:0") == 50 * GIB
+    assert plan.free_memory("cuda:0", weights=15 * GIB, step=5 * GIB) == 30 * GIB
+
+
+def test_weights_are_counted_without_being_read(tiny_model: Path, tmp_path: Path) -> None:
+    model = locate(str(tiny_model)).load("float32", "cpu", dummy=False)
+    assert num_weights(tiny_model) == sum(weight.numel() for weight in model.parameters())
+    assert num_weights(tmp_path) == 0
+    for content in (b"", b"{", b"\xff" * 99, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert num_weights(tmp_path) == 0
