@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import cbatch.model.ceilings
@@ -11,8 +13,6 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.scheduler import make_scheduler
 from tests.chain import ChainRunner
-from tests.jobs import replace_start_engine
-from tests.tiny import VOCAB_SIZE
 
 BLOCK_SIZE = 8
 
@@ -26,9 +26,11 @@ def replace_models(num_blocks: int, max_num_seqs: int, engine: type[Engine] = En
 
     def start_engine(plan: EnginePlan, _place: Any, files: Any, stats: Any) -> Engine:
         scheduler = make_scheduler("continuous", BlockPool(num_blocks, BLOCK_SIZE), 256, max_num_seqs)
-        runner: Any = ChainRunner(num_blocks * BLOCK_SIZE, BLOCK_SIZE, VOCAB_SIZE)
+        runner: Any = ChainRunner(num_blocks * BLOCK_SIZE, BLOCK_SIZE, files.config.vocab_size)
         decode, eos = decoder(files.tokenizer), files.eos_token_ids
         return engine(runner, scheduler, decode, eos, plan.max_model_len, stats, order=order)
 
-    replace_start_engine(start_engine)
+    module: Any = ModuleType("cbatch.engine.start")  # the real one imports transformers' models: seconds a process
+    module.start_engine = start_engine
+    sys.modules["cbatch.engine.start"] = module
     cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]
