@@ -16,6 +16,8 @@ from transformers.utils import logging
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+import torch
+
 from tests.tiny import save_model
 
 Cbatch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -25,6 +27,21 @@ Cbatch = Callable[..., "subprocess.CompletedProcess[str]"]
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny random Llama and its tokenizer."""
     return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+# Workers take files in this order, the slowest first, so that none of them is what all others wait for at the end.
+SLOWEST = ["gpu_check", "kills", "readme", "replicas", "native", "triton", "aot", "engine", "fused", "bench", "run"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = [f"test_{name}.py" for name in SLOWEST]
+    items.sort(key=lambda item: names.index(item.path.name) if item.path.name in names else len(names))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Jobs in this process may have set more, and threads that wait for each other on a busy machine take for ever."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture

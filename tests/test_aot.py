@@ -14,6 +14,8 @@ import pytest
 
 from tests.aot import TARGETS
 
+pytestmark = pytest.mark.slow
+
 
 def compile_for(*args: str) -> list[dict[str, Any]]:
     environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

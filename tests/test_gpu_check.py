@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_the_dry_run_passes_and_reports_every_check(tmp_path: Path) -> None:
     path = tmp_path / "results.json"

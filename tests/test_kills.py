@@ -12,6 +12,8 @@ import pytest
 
 KILLS = int(os.environ.get("CBATCH_TEST_KILLS", "100"))
 
+pytestmark = pytest.mark.slow
+
 
 def provoke(*args: object, seconds: int = 600) -> str:
     ended = subprocess.run(

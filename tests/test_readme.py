@@ -31,6 +31,7 @@ def shell(block: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:60])
 def test_block_runs(block: str, folder: Path) -> None:

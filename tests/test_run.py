@@ -761,7 +761,7 @@ def test_two_jobs_never_write_to_one_output(command: list[object]) -> None:
     first.wait_for_records()
     for more in ([], ["--overwrite"], ["--retry-failed"]):
         second = Child(*command, *SLOW, *more, err="stderr2")
-        assert second.wait(10) == USAGE
+        assert second.wait() == USAGE
         assert "another cbatch job is writing there" in Path("stderr2").read_text()
     assert first.process.is_alive()
     first.send(signal.SIGKILL)
