@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and then by all children
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and lose much on a busy machine

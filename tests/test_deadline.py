@@ -161,8 +161,10 @@ def test_a_second_signal_ends_the_grace(command: list[object]) -> None:
 
 def test_a_time_limit_ends_the_run_before_it_is_over(command: list[object]) -> None:
     write_input(3000)
-    child = Child(*command, *SLOW, "--time-limit", "11.5")
-    assert child.wait() == INTERRUPTED
+    for limit in (11.5, 16, 60):  # on a busy machine no row may be done after the first
+        assert Child(*command, *SLOW, "--time-limit", limit).wait() == INTERRUPTED
+        if num_records("out"):
+            break
     said = Path("stderr").read_text()
     assert re.search(r": until [0-9: -]+ \(--time-limit\)$", said.splitlines()[0])
     done = num_records("out")

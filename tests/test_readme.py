@@ -40,9 +40,46 @@ def test_block_runs(block: str, folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_two_commands_are_recipes() -> None:
+def test_every_recipe_named_exists() -> None:
     recipes = re.findall(r"^([a-z-]+)(?: [*a-z]+)?:", (ROOT / "Justfile").read_text(), re.MULTILINE)
-    assert set(re.findall(r"^just ([a-z-]+)", README, re.MULTILINE)) <= set(recipes)
+    assert set(re.findall(r"\bjust ([a-z-]+)", "\n".join(re.findall(r"`+[^`]*`+", README)))) <= set(recipes)
+
+
+def test_the_two_commands_are_those_that_ci_runs() -> None:
+    section = README.partition("## Two commands")[2].partition("\n## ")[0]
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
+    assert commands == [".ci/just demo", ".ci/just test"]
+    assert set(commands) <= set((ROOT / ".ci/run").read_text().splitlines())
+
+
+FAKE = """#!/bin/sh
+case "$*" in
+    -V) echo "Python $VERSION" ;;
+    *version_info*) [ "$VERSION" = 3.10.1 ] ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "there is no {python}; install Python 3.10 or later"),
+        ("3.9.1", "cbatch needs Python 3.10 or later, and {python} is Python 3.9.1"),
+        ("3.10.1", "{python} can't make virtual environments; on Debian and Ubuntu: sudo apt install python3-venv"),
+    ],
+)
+def test_a_python_that_will_not_do_is_named_in_one_line(tmp_path: Path, version: str | None, said: str) -> None:
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/just", tmp_path / ".ci/just")
+    python = tmp_path / "python"
+    if version:
+        python.write_text(FAKE)
+        python.chmod(0o755)
+    environ = {"PATH": os.environ["PATH"], "PYTHON": str(python), "VERSION": version or ""}
+    done = subprocess.run([tmp_path / ".ci/just", "demo"], env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert said.format(python=python) in done.stderr
 
 
 def test_every_option_named_exists(cbatch) -> None:  # type: ignore[no-untyped-def]
