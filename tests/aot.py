@@ -79,14 +79,14 @@ def compiling(name: str) -> Iterator[list[tuple[str, Any]]]:
 def spills(kernel: Any) -> int:
     """Bytes of registers that live in memory."""
     if kernel.metadata.target.backend == "hip":
-        return int(re.search(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"])[1])
+        return int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"])[0])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout)
-    return int(found[1]) + int(found[2])
+    [(stack, local), *_] = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout)
+    return int(stack) + int(local)
 
 
 def launch_all() -> None:

@@ -33,4 +33,4 @@ def replace_models(num_blocks: int, max_num_seqs: int, engine: type[Engine] = En
     module: Any = ModuleType("cbatch.engine.start")  # the real one imports transformers' models: seconds a process
     module.start_engine = start_engine
     sys.modules["cbatch.engine.start"] = module
-    cbatch.model.ceilings.ceilings = lambda *_: None  # type: ignore[assignment]
+    cbatch.model.ceilings.ceilings = lambda *_: None

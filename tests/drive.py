@@ -74,8 +74,9 @@ def make_engine(
     """
     layers = layers or layer_shapes(model)
     cache = KVCache(layers, num_blocks, block_size, cache_dtype or model.dtype, model.device)
-    for tensor in [*cache.k.values(), *cache.v.values()] if fill is not None else []:
-        (tensor.view(torch.float32) if tensor.dtype == torch.int8 else tensor).fill_(fill)
+    if fill is not None:
+        for tensor in [*cache.k.values(), *cache.v.values()]:
+            (tensor.view(torch.float32) if tensor.dtype == torch.int8 else tensor).fill_(fill)
     pool = BlockPool(num_blocks, block_size, prefix_caching)
     scheduler = make_scheduler(kind, pool, budget, max_num_seqs, expected_share=0)
     eos = frozenset(eos)

@@ -66,7 +66,7 @@ def row(number: int) -> dict[str, Any]:
 @cache
 def expected() -> list[tuple[Any, ...]]:
     """Of each row its columns, completion and kind of error."""
-    tokenizer, found = make_tokenizer(), []
+    tokenizer, found = make_tokenizer(), list[tuple[Any, ...]]()
     decode = decoder(tokenizer)
     for number in range(NUM_ROWS):
         prompt = row(number)["prompt"]

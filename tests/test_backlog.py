@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from cbatch.config import SamplingParams
 from cbatch.engine.backlog import Backlog
-from cbatch.rows.request import Request, Row, SamplingParams
+from cbatch.rows.request import Request, Row
 
 
 class Source:

@@ -94,7 +94,7 @@ def stuck_after(num_steps: int) -> None:
             time.sleep(100)
         return launch(self, *step)
 
-    Runner.launch = slow  # type: ignore[method-assign]
+    Runner.launch = slow  # type: ignore[assignment, method-assign]
 
 
 def stuck_in_loading() -> None:

@@ -113,8 +113,8 @@ def test_a_layer_in_one_call_computes_what_its_parts_do(
             weight.data.normal_(1 if "norm" in name else 0, 0.3)
     layers = layer_shapes(model)
     substitute(model, layers, 32, int8)
-    cache = {0: layers[0]}, 3, 32, cache_dtype or dtype, model.device
-    layer, caches = model.model.layers[0], [KVCache(*cache) for _ in range(2)]
+    settings = {0: layers[0]}, 3, 32, cache_dtype or dtype, model.device
+    layer, caches = model.model.layers[0], [KVCache(*settings) for _ in range(2)]
     if layer.compiled is None and not int8:
         pytest.skip("torch's own product, which this CPU does in float32")
     both = layer.compiled, None

@@ -66,7 +66,7 @@ def test_the_first_line_names_what_was_not_set_and_the_last_how_many_rows_it_cut
 
 def test_every_row_is_counted_as_completed_or_failed_through_stops_retries_and_mended_lines(tiny_model: Path) -> None:
     rows: list[dict[str, Any]] = [{"id": number, "prompt": f"the rain {number}"} for number in range(100)]
-    bad = {3: {"prompt": "x" * 2000}, 17: {"prompt": ""}, 40: {"prompt": 5}, 41: {"params": []}, 59: {"prompt": None},
+    bad: dict[int, dict[str, Any]] = {3: {"prompt": "x" * 2000}, 17: {"prompt": ""}, 40: {"prompt": 5}, 41: {"params": []}, 59: {"prompt": None},
            77: {"messages": "x", "prompt": None}, 99: {"prompt": "y" * 3000}}  # fmt: skip
     kinds = {3: "prompt_too_long", 17: "empty_prompt", 40: "invalid_prompt", 41: "invalid_params", 59: "invalid_prompt",
              77: "invalid_prompt", 99: "prompt_too_long"}  # fmt: skip

@@ -108,6 +108,7 @@ def test_the_same_settings_go_on_and_others_are_refused_by_name(tmp_path: Path) 
     assert "stop" not in text
     assert "temperature" not in text
     assert max(map(len, text.splitlines())) < 200 + len(str(tmp_path))
+    assert journal.manifest
     assert journal.manifest["seed"] == 7
     journal.close()
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.config import SamplingParams
 from cbatch.engine.recovery import Recovery
 from cbatch.errors import Fatal
-from cbatch.rows.request import Completion, Request, Row, SamplingParams
+from cbatch.rows.request import Completion, Request, Row
 
 
 def make_requests(count: int) -> list[Request]:

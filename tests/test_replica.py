@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from cbatch.config import SamplingParams
 from cbatch.engine.protocol import Facts, Orders, Report
 from cbatch.engine.replica import Replica
-from cbatch.rows.request import Completion, Output, Request, Row, SamplingParams
+from cbatch.rows.request import Completion, Output, Request, Row
 from cbatch.watch.stats import EngineStats
 
 FACTS = Facts("cpu", "float32", 16, 1024, 512, has_eos=True, notes=())

@@ -83,7 +83,7 @@ def test_a_baseline_has_one_engine() -> None:
 class Run:
     """A `cbatch run` with several engines, in a process group of its own."""
 
-    def __init__(self, model: Path, num_engines: int, *more: object, **environ: str) -> None:
+    def __init__(self, model: Path, num_engines: int, *more: object, **environ: Any) -> None:
         command = [
             "run",
             "in.jsonl",
@@ -138,7 +138,7 @@ def start(tiny_model: Path) -> Iterator[Callable[..., Run]]:
     """Starts a run that does not outlive its test: start(num_engines, "--flag", NAME="in the environment")."""
     runs: list[Run] = []
 
-    def start(*args: Any, **environ: str) -> Run:
+    def start(*args: Any, **environ: Any) -> Run:
         runs.append(Run(tiny_model, *args, **environ))
         return runs[-1]
 

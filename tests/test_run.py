@@ -794,12 +794,12 @@ def test_no_kill_loses_doubles_or_changes_a_row(command: list[object], layout: l
     assert [record["row"] for record in found] == list(range(num_rows))
     assert found == records("whole")
     assert [record["row"] for record in found if record["error"]] == list(bad)
-    for record, row in zip(found, rows, strict=True):
+    for record, given in zip(found, rows, strict=True):
         kept = {
-            name: record[name] if isinstance(record[name], type(row[name])) else json.loads(record[name])
-            for name in row
+            name: record[name] if isinstance(record[name], type(value)) else json.loads(record[name])
+            for name, value in given.items()
         }
-        assert kept == row
+        assert kept == given
 
 
 def test_an_output_that_is_full_ends_the_job_in_words(command: list[object]) -> None:
@@ -827,7 +827,20 @@ def test_records_go_to_standard_output_and_plain_lines_to_the_other(command: lis
 def test_standard_output_carries_records_and_a_clean_run_says_nothing_if_told_so(tiny_model: Path) -> None:
     """In the environment of a cron job: almost empty, no terminal."""
     write_input(300)
-    args = ["run", "in.jsonl", "-m", tiny_model, "-o", "-", "--max-tokens", "3", "--threads", "1", "--progress", "none"]
+    args: list[Path | str] = [
+        "run",
+        "in.jsonl",
+        "-m",
+        tiny_model,
+        "-o",
+        "-",
+        "--max-tokens",
+        "3",
+        "--threads",
+        "1",
+        "--progress",
+        "none",
+    ]
     ended = subprocess.run(
         [sys.executable, "-m", "cbatch", *args],
         env={"PYTHONPATH": str(Path(__file__).parent.parent), "COLUMNS": "0", "TERM": "xterm"},
@@ -880,7 +893,7 @@ def test_closed_standard_streams_do_not_stop_a_job_or_leak_into_its_files(tiny_m
     assert row_numbers() == list(range(4))
     assert Path("out/.cbatch/lock").read_bytes() == b""
     script = 'exec "$0" -m cbatch run in.jsonl -m "$1" -o - >&-'
-    args = ["sh", "-c", script, sys.executable, tiny_model]
+    args: list[Path | str] = ["sh", "-c", script, sys.executable, tiny_model]
     refused = subprocess.run(args, env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE)
     assert (refused.returncode, refused.stderr) == (USAGE, b"cbatch: -o -: standard output is closed\n")
 
@@ -890,7 +903,19 @@ def test_standard_input_resumes_and_a_signal_ends_the_wait_for_it(
 ) -> None:
     write_input(6)
     content = Path("in.jsonl").read_bytes()
-    args = [sys.executable, "-m", "cbatch", "run", "-", "-m", tiny_model, "-o", "out", "--threads", "1"]
+    args: list[Path | str] = [
+        sys.executable,
+        "-m",
+        "cbatch",
+        "run",
+        "-",
+        "-m",
+        tiny_model,
+        "-o",
+        "out",
+        "--threads",
+        "1",
+    ]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     process = subprocess.Popen(args, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
     assert process.stdin is not None

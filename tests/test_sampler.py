@@ -94,7 +94,7 @@ def test_min_p_of_one_keeps_ties_and_top_k_of_one_the_lower_id() -> None:
 def reference_set(probs: np.ndarray, top_k: int, top_p: float, min_p: float) -> set[int]:
     ranked = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
     ranked = ranked[:top_k] if top_k > 0 else ranked
-    total, before, nucleus = sum(probs[token] for token in ranked), 0.0, []
+    total, before, nucleus = sum(probs[token] for token in ranked), 0.0, list[int]()
     for token in ranked:
         if nucleus and before >= top_p * total:
             break
@@ -140,7 +140,8 @@ def test_temperature_zero_is_the_lowest_id_of_the_maxima(extra: dict[str, Any], 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_tiny_temperature_takes_the_likeliest(temperature: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([[60_000.0, -60_000.0, 60_032.0, 0.0]], dtype=dtype)
-    for extra in ({}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}):
+    filters: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 3, "min_p": 0.1}]
+    for extra in filters:
         assert draw(logits, [sequence([0], temperature=temperature, **extra)], ()).tolist() == [2]
 
 

@@ -101,7 +101,7 @@ def completion(source: Source, row: int, failed: bool = False) -> Completion:
 class Job:
     """One run of a job without a model: `failing` rows end in an error."""
 
-    def __init__(self, source: Source, layout: Layout, shard_rows: int = 4, **settings: bool) -> None:
+    def __init__(self, source: Source, layout: Layout, shard_rows: int = 4, **settings: Any) -> None:
         output = Path(source.name).with_name(layout.name)
         self.source, self.layout = source, layout
         self.target = Target(
@@ -147,8 +147,8 @@ def published(source: Source, layout: Layout) -> list[dict[str, Any]]:
         files = sorted(map(str, output.glob("part-*"))) if output.is_dir() else str(output)
         found = pa.dataset.dataset(files).to_table().to_pylist()
         return [{**row, "meta": json.loads(row["meta"])} for row in found]
-    files = sorted(output.glob("part-*")) if output.is_dir() else [output]
-    content = b"".join(file.read_bytes() for file in files)
+    parts = sorted(output.glob("part-*")) if output.is_dir() else [output]
+    content = b"".join(part.read_bytes() for part in parts)
     assert content.endswith(b"\n")
     return [json.loads(line) for line in content.removesuffix(b"\n").split(b"\n")]
 

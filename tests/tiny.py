@@ -84,4 +84,5 @@ def generate(model: Any, token_ids: list[int], max_new_tokens: int, eos_token_id
         eos_token_id=eos_token_id,
         pad_token_id=0,
     )
-    return out[0, len(token_ids) :].tolist()
+    tokens: list[int] = out[0, len(token_ids) :].tolist()
+    return tokens

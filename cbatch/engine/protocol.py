@@ -16,7 +16,9 @@ from cbatch.watch.stats import EngineStats
 class Requests(Protocol):
     """A source of requests."""
 
-    ended: bool  # no request will come any more
+    @property
+    def ended(self) -> bool:
+        """Whether no request will come any more."""
 
     def take(self, wait: bool) -> Request | None:
         """The next request; None if there is none now. With `wait`, a request has a moment to come."""
