@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from cbatch.engine.pack import pack, pack_sampling
@@ -63,7 +61,7 @@ def test_the_outputs_of_a_prompt_are_all_its_tokens_from_the_first_that_is_wante
     seq = sequence(0, list(range(10)), 0, [0, 1, 2])
     assert [seq.num_outputs(4, False), seq.num_outputs(10, True)] == [0, 1]
     seq.first_output = 3
-    outputs: list[Any] = []
+    outputs: list[int] = []
     for num_tokens in (2, 2, 5, 1):
         reaches_end = seq.num_computed_tokens + num_tokens == 10
         count = seq.num_outputs(num_tokens, reaches_end)
