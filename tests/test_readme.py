@@ -86,3 +86,16 @@ def test_every_option_named_exists(cbatch) -> None:  # type: ignore[no-untyped-d
     text = "".join(cbatch(command, "--help", COLUMNS="200", TERM="dumb").stdout for command in ("run", "bench"))
     for option in set(re.findall(r"--[a-z][a-z-]+", README)) - {"--help", "--dry-run"}:
         assert option in text, option
+
+
+GUIDES = [ROOT / "README.md", ROOT / ".github/CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.name)
+def test_files_and_names_in_the_guides_exist(guide: Path) -> None:
+    text = guide.read_text()
+    for path in re.findall(r"`((?:cbatch|kernels|tests|samples|\.ci|\.github)/[\w./-]*)", text):
+        assert (ROOT / path).exists(), path
+    for name, path in re.findall(r"`(\w+)`[\w ,`]* (?:in|of)\s+`((?:cbatch|kernels|tests)/[\w/]+\.py)`", text):
+        defined = rf"^\s*(?:def|class) {name}\b|^{name}\b.*="
+        assert re.search(defined, (ROOT / path).read_text(), re.MULTILINE), f"{name} in {path}"
