@@ -24,7 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# Target -> (GPUTarget, kind in kernels/shapes.py, shared memory a program may use, in bytes)
+from cbatch.kernels.attention import AttentionSpec, HeadNorms, Rotary
+
+# Target -> (GPUTarget, kind in kernels/gpu/shapes.py, shared memory a program may use, in bytes)
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), "a100", 166912),
     "sm_86": (GPUTarget("cuda", 86, 32), "small", 101376),
@@ -89,9 +91,19 @@ def spills(kernel: Any) -> int:
     return int(stack) + int(local)
 
 
+class Longest:
+    """A layout of index tensors that nobody reads."""
+
+    def __init__(self, num_seqs: int, max_blocks: int, max_seqlen_q: int, max_seq_len: int) -> None:
+        self.block_tables = torch.zeros(num_seqs, max_blocks, dtype=torch.int64)
+        self.cu_seqlens_q, self.seq_lens = (torch.zeros(size, dtype=torch.int64) for size in (num_seqs + 1, num_seqs))
+        self.slot_mapping = self.tasks = torch.zeros(0, dtype=torch.int64)
+        self.max_seqlen_q, self.max_seq_len, self.spans = max_seqlen_q, max_seq_len, ()
+
+
 def launch_all() -> None:
     """One launch of each kernel in each form that the models at hand use."""
-    from cbatch.kernels.gpu import gated, moe, paged_attention, rms_norm, sample, store_kv
+    from cbatch.kernels.gpu import attention, gated, moe, rms_norm, sample
 
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -99,32 +111,31 @@ def launch_all() -> None:
         return torch.empty(shape, dtype=dtype)
 
     ints = torch.zeros(65, dtype=torch.int64)
-    forms = [  # heads, kv heads, head size, cache dtype, window, softcap, sinks
-        (32, 8, 128, bf16, 0, 0.0, False),
-        (9, 3, 64, bf16, 0, 0.0, True),
-        (8, 4, 256, bf16, 4096, 50.0, False),
-        (32, 8, 128, fp8, 0, 0.0, False),
-        (32, 32, 80, torch.float16, 0, 0.0, False),
-        (32, 8, 128, torch.float32, 0, 0.0, False),
-        (8, 4, 256, torch.float32, 0, 0.0, False),
-        (4, 2, 16, torch.float32, 24, 0.0, False),
+    forms = [  # heads, kv heads, head size, cache dtype, window, softcap
+        (32, 8, 128, bf16, 0, 0.0),
+        (9, 3, 64, bf16, 0, 0.0),
+        (8, 4, 256, bf16, 4096, 50.0),
+        (32, 8, 128, fp8, 0, 0.0),
+        (32, 32, 80, torch.float16, 0, 0.0),
+        (32, 8, 128, torch.float32, 0, 0.0),
+        (8, 4, 256, torch.float32, 0, 0.0),
+        (4, 2, 16, torch.float32, 24, 0.0),
     ]
-    for heads, kv_heads, size, cache, window, softcap, sinks in forms:
+    for heads, kv_heads, size, cache, window, softcap in forms:
         if cache == fp8 and driver.active.target.arch in (80, 86):
             continue  # no fp8 in hardware
         dtype = bf16 if cache == fp8 else cache
         blocks = empty(64, 32, kv_heads, size, dtype=cache)
-        sink = torch.zeros(heads) if sinks else None
+        spec = AttentionSpec(kv_heads, size, size, 0.1, window, softcap)
         for tokens, seqs, longest in ((64, 64, 1), (1, 1, 1), (1024, 64, 256)):
-            paged_attention.paged_attention(
-                empty(tokens, heads, size, dtype=dtype), blocks, blocks, torch.zeros(seqs, 8, dtype=torch.int64),
-                ints[: seqs + 1], ints[:seqs], longest, 8192, 0.1, window, softcap, sink,
-            )  # fmt: skip
+            query = empty(tokens, heads, size, dtype=dtype)
+            attention.paged_attention(query, blocks, blocks, Longest(seqs, 8, longest, 8192), spec)
         key = empty(64, kv_heads, size, dtype=dtype)
         query, table = empty(64, heads, size, dtype=dtype), empty(64, size, dtype=dtype)
-        store_kv.store_kv(key, key, blocks, blocks, ints[:64])
-        store_kv.rope_store_kv(query, key, key, blocks, blocks, ints[:64], table, table, table[0], table[0], 1e-6)
-        store_kv.rope_store_kv(query, key, key, blocks, blocks, ints[:64], table[:, : size // 2], table[:, : size // 2])
+        stored, half = (query, key, key, blocks, blocks, ints[:64]), table[:, : size // 2]
+        attention.store_kv(*stored[1:])
+        attention.rope_store_kv(*stored, Rotary(table, table), HeadNorms(table[0], table[0], 1e-6))
+        attention.rope_store_kv(*stored, Rotary(half, half))
     for width in (576, 4096, 8192):
         rms_norm.rms_norm(empty(64, width), empty(width), 1e-6, empty(64, width))
         rms_norm.rms_norm(empty(64, width), empty(width), 1e-6, weight_offset=1.0)
@@ -142,7 +153,7 @@ def launch_all() -> None:
 
 def sweep() -> None:
     """The same model at many sizes of a step."""
-    from cbatch.kernels.gpu import gated, paged_attention, rms_norm, sample, store_kv
+    from cbatch.kernels.gpu import attention, gated, rms_norm, sample
 
     cache, dtype = torch.empty(64, 32, 8, 128, dtype=torch.bfloat16), torch.bfloat16
     for tokens, seqs, longest in [
@@ -155,11 +166,12 @@ def sweep() -> None:
     ]:
         ints = torch.zeros(max(tokens, seqs) + 1, dtype=torch.int64)
         query, key = torch.empty(tokens, 32, 128, dtype=dtype), torch.empty(tokens, 8, 128, dtype=dtype)
-        table, tables = torch.empty(tokens, 128, dtype=dtype), torch.zeros(seqs, -(-longest // 32), dtype=torch.int64)
-        store_kv.rope_store_kv(query, key, key, cache, cache, ints[:tokens], table, table)
-        paged_attention.paged_attention(
-            query, cache, cache, tables, ints[: seqs + 1], ints[:seqs], 1 if tokens == seqs else tokens, longest, 0.1
+        table, layout = (
+            torch.empty(tokens, 128, dtype=dtype),
+            Longest(seqs, -(-longest // 32), 1 if tokens == seqs else tokens, longest),
         )
+        attention.rope_store_kv(query, key, key, cache, cache, ints[:tokens], Rotary(table, table))
+        attention.paged_attention(query, cache, cache, layout, AttentionSpec(8, 128, 128, 0.1))
         rms_norm.rms_norm(torch.empty(tokens, 4096, dtype=dtype), torch.empty(4096, dtype=dtype), 1e-6)
         gated.silu_mul(torch.empty(tokens, 28672, dtype=dtype))
         floats = torch.zeros(seqs)

@@ -17,9 +17,11 @@ from cbatch.engine.engine import Engine
 from cbatch.engine.pack import pack_sampling
 from cbatch.engine.scheduler import ScheduledChunk, make_scheduler
 from cbatch.errors import RowError
-from cbatch.model.attention import NAME, layer_shapes
+from cbatch.kernels.attention import AttentionSpec
+from cbatch.model.attention import NAME, attention_specs
 from cbatch.model.batch import SamplingBatch
-from cbatch.model.kv_cache import KVCache, LayerShape
+from cbatch.model.kv_cache import KVCache
+from cbatch.model.ops import Backend
 from cbatch.model.runner import Runner
 from cbatch.rows.request import Completion, Request, Row
 from tests.tiny import make_model
@@ -64,16 +66,17 @@ def make_engine(
     fill: float | None = float("nan"),
     eos: Iterable[int] = (),
     decode: Any = spell,
-    layers: Mapping[int, LayerShape] | None = None,
+    specs: Mapping[int, AttentionSpec] | None = None,
     cache_dtype: torch.dtype | None = None,
+    backend: Backend | None = None,
 ) -> Engine:
     """An engine whose KV cache holds `fill` wherever nothing has been stored yet; in one of bytes, scales do.
 
-    It expects nothing of its sequences, so where blocks are few it runs out of them. `layers`: of a model whose modules
+    It expects nothing of its sequences, so where blocks are few it runs out of them. `specs`: of a model whose modules
     have been replaced.
     """
-    layers = layers or layer_shapes(model)
-    cache = KVCache(layers, num_blocks, block_size, cache_dtype or model.dtype, model.device)
+    specs = specs or attention_specs(model)
+    cache = KVCache(specs, num_blocks, block_size, cache_dtype or model.dtype, model.device, backend=backend)
     if fill is not None:
         for tensor in [*cache.k.values(), *cache.v.values()]:
             (tensor.view(torch.float32) if tensor.dtype == torch.int8 else tensor).fill_(fill)

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter compute bfloat16 and fp8 as a GPU does. Import after TRITON_INTERPRET=1 is set.
+"""Triton's interpreter, made to compute bfloat16 and fp8 as a GPU does. Import after TRITON_INTERPRET=1 is set.
 
 As shipped (3.6 and 3.9) it keeps bfloat16 as uint16 and does integer arithmetic on that, cuts instead of rounding, and
 scans a module again at every call of a device function. Here bfloat16 operands become float32, the result is rounded to
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from cbatch.model.ops import TritonBackend
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 _FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e5: (torch.float8_e5m2, 57344.0)}
@@ -124,3 +126,5 @@ def _launch_once(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 interpreter._patch_lang, interpreter.GridExecutor.__call__ = _scan_once, _launch_once
+
+INTERPRETER = TritonBackend(torch.device("cpu"), min_head_size=1)  # the Triton kernels, on any machine

@@ -1,4 +1,4 @@
-"""Measures what 8 bits cost: perplexity, and how often the likeliest token is the one of float32.
+"""Measures what 8 bits cost in quality: perplexity, and how often the likeliest token is that of float32.
 
     PYTHONPATH=. python -m tests.quality MODEL [--windows 32] [--threads N]
 

@@ -18,6 +18,7 @@ from cbatch.config import (
     SamplingParams,
 )
 from cbatch.errors import UsageError
+from cbatch.model.ops import Backend
 from tests.conftest import Cbatch
 from tests.tiny import make_tokenizer
 
@@ -135,8 +136,7 @@ def test_an_engine_that_can_not_be_is_refused_as_a_run_would(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], message: str
 ) -> None:
     if "quantization" in engine:
-        monkeypatch.setattr("cbatch.model.ops._library", lambda: None)
-        monkeypatch.setattr("cbatch.model.ops.without_native", "no C compiler")
+        monkeypatch.setattr("cbatch.model.ops.choose", lambda _device: Backend("no C compiler"))
     source = write(tmp_path / "in.jsonl", *GOOD)
     with pytest.raises(UsageError, match=message):
         check(config(tiny_model, source, engine={"device": "cpu", **engine}))

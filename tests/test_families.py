@@ -15,7 +15,7 @@ from cbatch.engine.places import find_places
 from cbatch.engine.plan import resolve
 from cbatch.engine.start import start_engine
 from cbatch.errors import Fatal, UsageError
-from cbatch.model.attention import NAME, layer_shapes
+from cbatch.model.attention import NAME, attention_specs
 from cbatch.model.kv_cache import KVCache
 from cbatch.model.loader import ModelFiles
 from cbatch.model.verify import PROVEN, verify
@@ -23,8 +23,6 @@ from cbatch.watch.stats import RunStats
 from tests.drive import make_engine, make_request, run, twins
 from tests.families import EXPERTS, FAMILIES, OTHERS, config_of
 from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
-
-SCALE, WINDOW, SOFTCAP = 6, 7, 8  # places among the arguments of KVCache.attend
 
 
 def check_against_transformers(config: Any, rng: random.Random, num_rows: int = 12, longest: int = 30) -> None:
@@ -182,40 +180,40 @@ def test_models_whose_attention_does_not_go_through_cbatch_are_refused_by_name(n
     settings = {**{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}, **settings}
     kind(**{key: value for key, value in settings.items() if value is not None}).save_pretrained(tmp_path)
     with pytest.raises(Fatal, match=reason):
-        layer_shapes(ModelFiles("some model", tmp_path).load("float32", "cpu", dummy=True))
+        attention_specs(ModelFiles("some model", tmp_path).load("float32", "cpu", dummy=True))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_at_load_accepts_what_is_right(name: str, dtype: torch.dtype) -> None:
     model = make_model(config_of(name), NAME).to(dtype)
-    verify(model, layer_shapes(model))
+    verify(model, attention_specs(model))
     assert model.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "wrong"),
+    ("name", "wrong"),
     [
-        ("mistral", WINDOW, 0),
-        ("mistral", WINDOW, 6),
-        ("gemma2", SOFTCAP, 0.0),
-        ("gemma3_text", WINDOW, 0),
-        ("granite", SCALE, 0.6),
+        ("mistral", {"window": 0}),
+        ("mistral", {"window": 6}),
+        ("gemma2", {"softcap": 0.0}),
+        ("gemma3_text", {"window": 0}),
+        ("granite", {"scale": 0.6}),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_at_load_notices_a_wrong_window_softcap_or_scale(
-    name: str, argument: int, wrong: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(config_of(name), NAME).to(dtype)
-    layers, right = layer_shapes(model), KVCache.attend
+    specs, right = attention_specs(model), KVCache.attend
 
     def attend(*args: Any) -> Any:
-        return cast(Any, right)(*args[:argument], wrong, *args[argument + 1 :])
+        return cast(Any, right)(*args[:-1], args[-1]._replace(**wrong))
 
     monkeypatch.setattr(KVCache, "attend", attend)
     with pytest.raises(Fatal, match=f"models of type {name} are not supported"):
-        verify(model, layers)
+        verify(model, specs)
 
 
 def test_a_sliding_window_that_no_layer_passes_on_is_refused() -> None:
@@ -223,7 +221,7 @@ def test_a_sliding_window_that_no_layer_passes_on_is_refused() -> None:
     config.sliding_window = 4096
     model = make_model(config, NAME)
     with pytest.raises(Fatal, match="sliding window"):
-        verify(model, layer_shapes(model))
+        verify(model, attention_specs(model))
 
 
 def test_start_checks_architectures_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,14 +9,15 @@ import pytest
 import torch
 import transformers
 
-import tests.interpreter  # noqa: F401
-from cbatch.model import ops
-from cbatch.model.attention import layer_shapes
+from cbatch.model.attention import attention_specs
 from cbatch.model.batch import single
-from cbatch.model.fused import is_quantized, substitute
+from cbatch.model.fused import is_quantized
 from cbatch.model.kv_cache import KVCache
+from cbatch.model.ops import Backend, choose
+from cbatch.model.substitute import substitute
 from cbatch.rows.request import Request
 from tests.drive import make_engine, make_request, run
+from tests.interpreter import INTERPRETER
 from tests.tiny import VOCAB_SIZE, generate, make_config, make_model
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
@@ -45,12 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 BLOCK_SIZE = {"torch": 4, "c": 32, "triton": 4}  # the C kernels take blocks of 32 and heads of 16
 
 
-@pytest.fixture(params=BLOCK_SIZE)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(ops, "interpreted", request.param == "triton")
-    if request.param == "torch":
-        monkeypatch.setattr(ops, "_library", lambda: None)
-    return str(request.param)
+BACKEND = {"torch": lambda: Backend(), "c": lambda: choose(torch.device("cpu")), "triton": lambda: INTERPRETER}
 
 
 def config_of(family: str, head_dim: int = 8) -> Any:
@@ -58,23 +54,25 @@ def config_of(family: str, head_dim: int = 8) -> Any:
     return make_config(getattr(transformers, kind), head_dim=head_dim, **settings)
 
 
+@pytest.mark.parametrize("kernels", BACKEND)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_generates_what_transformers_does(family: str, kernels: str) -> None:
     config, block_size = config_of(family, 16 if kernels == "c" else 8), BLOCK_SIZE[kernels]
+    backend = BACKEND[kernels]()
     model, own = make_model(config, "cbatch"), make_model(config, "eager")
     expected = dict(FAMILIES[family][2])
     if kernels != "triton":
         expected.pop("Experts", None)  # there, the model's own are faster
-    assert substitute(model, layer_shapes(model), block_size) == expected
+    assert substitute(model, attention_specs(model), block_size, backend=backend) == expected
     generator = torch.Generator().manual_seed(1)
     lengths = [9] if kernels == "triton" else [1, 7, 30]
     requests = [
         make_request(n, torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), max_tokens=6)
         for n, length in enumerate(lengths)
     ]
-    engine = make_engine(model, block_size=block_size, budget=16, max_num_seqs=3)
-    for one, done in zip(requests, run(engine, requests), strict=True):
-        assert list(done.token_ids) == generate(own, one.token_ids, 6)
+    engine = make_engine(model, block_size=block_size, budget=16, max_num_seqs=3, backend=backend)
+    for request, done in zip(requests, run(engine, requests), strict=True):
+        assert list(done.token_ids) == generate(own, request.token_ids, 6)
 
 
 def test_a_module_with_a_twist_keeps_its_own_arithmetic() -> None:
@@ -83,7 +81,7 @@ def test_a_module_with_a_twist_keeps_its_own_arithmetic() -> None:
     forward_norm, forward_mlp = norm.forward, mlp.forward
     norm.forward = lambda x: forward_norm(x) * 1.01
     mlp.forward = lambda x: forward_mlp(x) + 0.5
-    assert substitute(model, layer_shapes(model), 4) == {
+    assert substitute(model, attention_specs(model), 4) == {
         "RMSNorm": 4,
         "Attention": 2,
         "MLP": 1,
@@ -96,7 +94,7 @@ def test_a_module_with_a_twist_keeps_its_own_arithmetic() -> None:
 def test_merged_weights_are_not_kept_twice() -> None:
     model = make_model(make_config(), "cbatch")
     before = sum(weight.numel() for weight in model.parameters())
-    substitute(model, layer_shapes(model), 4)
+    substitute(model, attention_specs(model), 4)
     assert sum(weight.numel() for weight in model.parameters()) == before
 
 
@@ -111,9 +109,9 @@ def test_a_layer_in_one_call_computes_what_its_parts_do(
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # norms and biases, which are ones and zeros
             weight.data.normal_(1 if "norm" in name else 0, 0.3)
-    layers = layer_shapes(model)
-    substitute(model, layers, 32, int8)
-    settings = {0: layers[0]}, 3, 32, cache_dtype or dtype, model.device
+    specs = attention_specs(model)
+    substitute(model, specs, 32, int8)
+    settings = {0: specs[0]}, 3, 32, cache_dtype or dtype, model.device
     layer, caches = model.model.layers[0], [KVCache(*settings) for _ in range(2)]
     if layer.compiled is None and not int8:
         pytest.skip("torch's own product, which this CPU does in float32")
@@ -140,10 +138,10 @@ def shared_beginnings() -> list[Request]:
 
 def test_preempted_and_shared_blocks_of_the_c_kernels_hold_what_transformers_computes() -> None:
     model, own = (make_model(make_config(head_dim=16), kind) for kind in ("cbatch", "eager"))
-    substitute(model, layer_shapes(model), 32)
+    substitute(model, attention_specs(model), 32)
     engine, requests = make_engine(model, num_blocks=13, block_size=32, budget=45), shared_beginnings()
-    for one, done in zip(requests, run(engine, requests), strict=True):
-        assert list(done.token_ids) == generate(own, one.token_ids, 50)
+    for request, done in zip(requests, run(engine, requests), strict=True):
+        assert list(done.token_ids) == generate(own, request.token_ids, 50)
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_cached_tokens > 0
 
@@ -155,15 +153,15 @@ def test_rounding_in_the_c_kernels_does_not_depend_on_the_batch(
 ) -> None:
     """Preempted, on prefixes that were computed for others, in slices and alone a row is what it is in ample memory."""
     model = make_model(make_config(head_dim=16), "cbatch").to(dtype)
-    layers = layer_shapes(model)
-    counts = substitute(model, layers, 32, int8)
+    specs = attention_specs(model)
+    counts = substitute(model, specs, 32, int8)
     assert counts.items() >= {"RMSNorm": 5, "Attention": 2, "MLP": 2, "DecoderLayer": 2}.items()
     assert is_quantized(model) == int8
     if dtype == torch.bfloat16 and "Linear" not in counts:
         pytest.skip("torch's own product, which this CPU does in float32")
     requests, outcomes = shared_beginnings(), []
     for num_blocks, budget, most in ((99, 999, 10), (13, 45, 10), (99, 7, 1)):
-        engine = make_engine(model, num_blocks, 32, budget, most, layers=layers, cache_dtype=cache_dtype)
+        engine = make_engine(model, num_blocks, 32, budget, most, specs=specs, cache_dtype=cache_dtype)
         outcomes.append([done.token_ids for done in run(engine, requests)])
         assert (engine.stats.num_preemptions > 0) == (num_blocks == 13)
         assert (engine.stats.num_cached_tokens > 0) == (budget < 999)

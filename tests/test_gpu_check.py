@@ -1,4 +1,4 @@
-"""The check that is to be run on a GPU runs from end to end, in Triton's interpreter and with tiny shapes."""
+"""The check of the GPU path runs from end to end here too, in Triton's interpreter and with tiny shapes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_the_dry_run_passes_and_reports_every_check(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(path.read_text())
     assert report["dry_run"]
-    assert all(one["ok"] for one in report["results"])
-    names = {one["name"] for one in report["results"]}
+    assert all(result["ok"] for result in report["results"])
+    names = {result["name"] for result in report["results"]}
     assert {"ceilings", "sampler", "8B: prefill 8192", "0.6B: ragged workload, transformers generate_batch"} <= names
     table = done.stdout.rsplit("\n\n", 1)[1].splitlines()
     assert len(table) == len(names) + 1

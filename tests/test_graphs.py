@@ -7,11 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-import tests.interpreter  # noqa: F401
-from cbatch.model import ops
 from cbatch.model.batch import nothing
 from cbatch.model.graphs import StepGraphs, buckets
 from tests.drive import make_engine, make_request, run
+from tests.interpreter import INTERPRETER
 from tests.tiny import VOCAB_SIZE, make_config, make_model
 
 
@@ -31,7 +30,7 @@ class UnrecordedGraphs(StepGraphs):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_padded_steps_give_the_same_rows(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_steps_give_the_same_rows(depth: int) -> None:
     model = make_model(make_config(), "cbatch")
     generator = torch.Generator().manual_seed(3)
     requests = [
@@ -39,8 +38,7 @@ def test_padded_steps_give_the_same_rows(depth: int, monkeypatch: pytest.MonkeyP
         for n, length in enumerate([1, 9, 20, 3, 14])
     ]
     plain = run(make_engine(model), requests)
-    monkeypatch.setattr(ops, "interpreted", True)
-    engine = make_engine(model, num_blocks=24, budget=70, max_num_seqs=3, max_model_len=64)
+    engine = make_engine(model, num_blocks=24, budget=70, max_num_seqs=3, max_model_len=64, backend=INTERPRETER)
     engine.depth = depth
     graphs = UnrecordedGraphs(engine.runner.forward, 70, 3, 16, 64, engine.runner.device)
     engine.runner._run = graphs.run
@@ -48,9 +46,8 @@ def test_padded_steps_give_the_same_rows(depth: int, monkeypatch: pytest.MonkeyP
     assert {decode for _, decode in graphs._recorded} == {True, False}
 
 
-def test_a_step_of_nothing_touches_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "interpreted", True)
-    engine = make_engine(make_model(make_config(), "cbatch"), fill=7.0)
+def test_a_step_of_nothing_touches_no_block() -> None:
+    engine = make_engine(make_model(make_config(), "cbatch"), fill=7.0, backend=INTERPRETER)
     graphs = UnrecordedGraphs(engine.runner.forward, 70, 3, 16, 64, engine.runner.device)
     with torch.inference_mode():
         graphs.run(nothing(engine.runner.device))

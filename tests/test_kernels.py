@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from cbatch.kernels import reference, sdpa
+from cbatch.kernels.attention import AttentionSpec
+from tests.layouts import make_layout
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,17 @@ def both(case: Case, poison: float, seed: int = 0) -> tuple[torch.Tensor, torch.
         start += now
     key, value = randn(start, case.num_kv_heads, case.key_size), randn(start, case.num_kv_heads, case.value_size)
     query = randn(start, case.num_kv_heads * case.group, case.key_size)
-    scale, slot_mapping = case.key_size**-0.5, torch.tensor(slots)
+    slot_mapping = torch.tensor(slots)
     other = k_cache.clone(), v_cache.clone()
     sdpa.store_kv(key, value, k_cache, v_cache, slot_mapping)
     reference.store_kv(key, value, *other, slot_mapping)
     assert torch.equal(k_cache.nan_to_num(7), other[0].nan_to_num(7))
     assert torch.equal(v_cache.nan_to_num(7), other[1].nan_to_num(7))
-    got = sdpa.paged_attention(query, k_cache, v_cache, tables, spans, scale, case.window, case.softcap)
-    cu_seqlens_q = torch.tensor([0, *(stop for _, stop, _ in spans)])
-    args = query, *other, tables, cu_seqlens_q, torch.tensor(lengths)
-    return got, reference.paged_attention(*args, scale, case.window, case.softcap)
+    layout = make_layout(tables, spans)
+    sizes = case.num_kv_heads, case.key_size, case.value_size
+    spec = AttentionSpec(*sizes, case.key_size**-0.5, case.window, case.softcap)
+    got = sdpa.paged_attention(query, k_cache, v_cache, layout, spec)
+    return got, reference.paged_attention(query, *other, layout, spec)
 
 
 def check(case: Case) -> None:
@@ -117,10 +120,10 @@ def test_soft_caps(softcap: float) -> None:
 
 
 def test_keys_outside_the_window_are_not_even_read() -> None:
-    query, table = torch.ones(1, 1, 4), torch.tensor([[1, 0, 2]])
+    query, layout = torch.ones(1, 1, 4), make_layout(torch.tensor([[1, 0, 2]]), [(0, 1, 10)])
     k_cache, v_cache = torch.full((3, 4, 1, 4), torch.nan), torch.full((3, 4, 1, 4), torch.nan)
     k_cache[2, :2], v_cache[2, :2] = 1.0, 2.0
-    out = sdpa.paged_attention(query, k_cache, v_cache, table, [(0, 1, 10)], 1.0, window=2)
+    out = sdpa.paged_attention(query, k_cache, v_cache, layout, AttentionSpec(1, 4, 4, 1.0, window=2))
     assert torch.equal(out, torch.full((1, 1, 4), 2.0))
 
 
@@ -131,12 +134,11 @@ def test_lower_precisions_stay_near_float64(dtype: torch.dtype) -> None:
     caches = [torch.full((4, 4, 2, 64), torch.nan, dtype=dtype) for _ in range(2)]
     sdpa.store_kv(key, value, *caches, torch.arange(12) + 2)
     # One sequence of 10 tokens that begins at a block edge: slots 4 to 13, tokens 2 to 11.
-    table, spans = torch.tensor([[1, 2, 3]]), [(0, 10, 10)]
+    layout = make_layout(torch.tensor([[1, 2, 3]]), [(0, 10, 10)])
     for window, softcap in ((0, 0.0), (3, 0.0), (0, 5.0)):
-        got = sdpa.paged_attention(query[2:], *caches, table, spans, 0.125, window, softcap)
-        want = reference.paged_attention(
-            query[2:], *caches, table, torch.tensor([0, 10]), torch.tensor([10]), 0.125, window, softcap
-        )
+        spec = AttentionSpec(2, 64, 64, 0.125, window, softcap)
+        got = sdpa.paged_attention(query[2:], *caches, layout, spec)
+        want = reference.paged_attention(query[2:], *caches, layout, spec)
         assert got.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 0.03
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from cbatch.kernels import reference, sdpa
+from cbatch.kernels.attention import AttentionSpec, HeadNorms, Rotary
 from cbatch.kernels.cpu import build, native
-from cbatch.model import ops
 from cbatch.model.batch import Batch
+from cbatch.model.ops import Backend, choose
 from tests.conftest import Cbatch
 from tests.drive import make_engine, make_request, run
+from tests.layouts import make_layout
 from tests.tiny import generate, make_config, make_model
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc"))), reason="no C compiler")
@@ -66,14 +67,14 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     dtype: torch.dtype = torch.float32
-    loud: float = 1.0  # scores are as many times as large
+    loud: float = 1.0  # factor of all scores
     int8: bool = False  # the cache
 
 
 def attend(c: native.Library, case: Case, poison: float = NAN) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernels give, what is right, and the largest that it could be if all values had one sign.
+    """The kernels' output, the right output, and the largest there could be, if all values had one sign.
 
-    From a cache of bytes right is what `attend_to_bytes` makes of them.
+    With a cache of int8 the right output is that of `attend_to_bytes`.
     """
     dtype, block_size, (num_heads, num_kv_heads) = case.dtype, case.block_size, case.heads
     lengths = [before + now for before, now in case.sequences]
@@ -90,40 +91,30 @@ def attend(c: native.Library, case: Case, poison: float = NAN) -> tuple[Tensor, 
         positions = torch.arange(lengths[s])
         slots = tables[s, positions // block_size] * block_size + positions % block_size
         for first, last in ((0, before), (before, lengths[s])):
-            c.store_kv(None, key[first:last], value[first:last], *caches, slots[first:last])
+            c.store_kv(key[first:last], value[first:last], *caches, slots[first:last])
         sdpa.store_kv(key.double(), value.double(), *plain, slots)
         spans.append((start, start + now, lengths[s]))
         start += now
     query = (torch.randn(start, num_heads, case.sizes[0]) * case.loud).to(dtype)
-    starts = torch.tensor([0, *(stop for _, stop, _ in spans)])
-    empty = torch.empty(0)
-    batch = Batch(empty, empty, empty, tables, starts, torch.tensor(lengths), empty, tuple(spans))
-    settings = case.sizes[0] ** -0.5, case.window, case.softcap
-    got = c.paged_attention(query, *caches, (tables, starts, batch.seq_lens, batch.tasks), *settings)
+    layout = make_layout(tables, spans)
+    spec = AttentionSpec(num_kv_heads, *case.sizes, case.sizes[0] ** -0.5, case.window, case.softcap)
+    got = c.paged_attention(query, *caches, layout, spec)
     want, most = (
-        sdpa.paged_attention(query.double(), plain[0], values, tables, spans, *settings)
-        for values in (plain[1], plain[1].abs())
+        sdpa.paged_attention(query.double(), plain[0], values, layout, spec) for values in (plain[1], plain[1].abs())
     )
     assert got.dtype == dtype
     if case.int8:
         assert (got - want).norm() <= 0.05 * most.norm() or case.loud > 1
-        want = attend_to_bytes(query, *map(read_back, caches, KEYS_AND_VALUES), tables, spans, settings)
+        want = attend_to_bytes(query, *map(read_back, caches, KEYS_AND_VALUES), layout, spec)
     return got.double(), want, most
 
 
-def attend_to_bytes(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    spans: list[tuple[int, int, int]],
-    settings: tuple[float, int, float],
-) -> Tensor:
+def attend_to_bytes(query: Tensor, keys: Tensor, values: Tensor, layout: Batch, spec: AttentionSpec) -> Tensor:
     """Attention in float64 with the rows of the query in 127 steps, and with each block's weights, times the scales of
     its values, in 255. Caches [num_blocks, block_size, H_kv, D + 1], a scale behind the values."""
-    (block_size, num_kv_heads), (scale, window, softcap) = keys.shape[1:3], settings
+    (block_size, num_kv_heads), (scale, window, softcap) = keys.shape[1:3], spec[3:]
     out = torch.empty(*query.shape[:2], values.shape[3] - 1, dtype=torch.float64)
-    for table, (start, stop, length) in zip(tables, spans, strict=True):
+    for table, (start, stop, length) in zip(layout.block_tables, layout.spans, strict=True):
         first = max(0, length - (stop - start) - window + 1) // block_size if window else 0
         blocks = table[first : -(-length // block_size)]
         k, v = (x[blocks].flatten(0, 1).permute(1, 0, 2).double() for x in (keys, values))  # [H_kv, n, D + 1]
@@ -146,8 +137,8 @@ def in_steps(x: Tensor, most: int) -> Tensor:
 
 
 def check(c: native.Library, case: Case, poison: float = NAN) -> None:
-    """bfloat16 rounds each weight and each output, by 2^-8 of itself at most. What lies halfway between two bytes may
-    become either."""
+    """Compare the kernels with float64. bfloat16 rounds each weight and each output, by 2^-8 of itself at most; a value
+    halfway between two bytes may become either."""
     for dtype in DTYPES:
         tolerance = 1e-5 if dtype == torch.float32 else 2**-7 + 1e-4
         got, want, most = attend(c, replace(case, dtype=dtype), poison)
@@ -216,11 +207,12 @@ def test_the_loops_of_the_reference_agree_too(c: native.Library) -> None:
     query, key, value = (torch.randn(40, heads, 32) for heads in (4, 2, 2))
     caches, plain = [[torch.full((2, 32, 2, 32), NAN) for _ in range(2)] for _ in range(2)]
     slots = torch.cat([torch.arange(32, 64), torch.arange(8)])
-    c.store_kv(None, key, value, *caches, slots)
+    c.store_kv(key, value, *caches, slots)
     reference.store_kv(key, value, *plain, slots)
-    where = torch.tensor([[1, 0]]), torch.tensor([0, 40]), torch.tensor([40])
-    got = c.paged_attention(query, *caches, (*where, torch.tensor([[0, 0, 32], [0, 32, 40]])), 0.2, 9, 5.0)
-    want = reference.paged_attention(query, *plain, *where, 0.2, 9, 5.0)
+    layout, spec = make_layout(torch.tensor([[1, 0]]), [(0, 40, 40)]), AttentionSpec(2, 32, 32, 0.2, 9, 5.0)
+    assert sorted(layout.tasks.tolist()) == [[0, 0, 32], [0, 32, 40]]
+    got = c.paged_attention(query, *caches, layout, spec)
+    want = reference.paged_attention(query, *plain, layout, spec)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -240,13 +232,12 @@ def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype, int8
     caches = [make_cache((3, 32, 1, 16), dtype, int8, NAN) for _ in range(2)]
     query, key, value = (torch.randn(9, heads, 16).to(dtype) for heads in (2, 1, 1))
     slots = torch.tensor([64, 65, 66, 0, 1, 2, 32, 33, 34])
-    where = torch.tensor([[2], [0], [1]]), torch.tensor([0, 3, 6, 9]), torch.tensor([3, 3, 3])
-    tasks = torch.tensor([[2, 0, 3], [1, 0, 3], [0, 0, 3]])
+    layout = make_layout(torch.tensor([[2], [0], [1]]), [(0, 3, 3), (3, 6, 3), (6, 9, 3)])
     for poisoned in (query, key, value):
         kept = poisoned[4].clone()
         poisoned[4, 0, 7] = NAN
-        c.store_kv(None, key, value, *caches, slots)
-        out = c.paged_attention(query, *caches, (*where, tasks), 0.25, 0, 0.0)
+        c.store_kv(key, value, *caches, slots)
+        out = c.paged_attention(query, *caches, layout, AttentionSpec(1, 16, 16, 0.25))
         assert out[5 if poisoned is not query else 4].isnan().any()
         assert out[[0, 1, 2, 6, 7, 8]].isfinite().all()
         poisoned[4] = kept
@@ -255,9 +246,9 @@ def test_a_nan_stays_in_its_sequence(c: native.Library, dtype: torch.dtype, int8
 @pytest.mark.parametrize("int8", [False, True])
 def test_blocks_that_the_window_has_left_are_not_read(c: native.Library, int8: bool) -> None:
     caches = [make_cache((1, 32, 1, 16), torch.float32, int8, NAN) for _ in range(2)]
-    c.store_kv(None, torch.ones(4, 1, 16), torch.full((4, 1, 16), 2.0), *caches, torch.arange(4))
-    where = torch.tensor([[1 << 40, 1 << 40, 0]]), torch.tensor([0, 1]), torch.tensor([68])
-    out = c.paged_attention(torch.ones(1, 1, 16), *caches, (*where, torch.tensor([[0, 0, 1]])), 1.0, 4, 0.0)
+    c.store_kv(torch.ones(4, 1, 16), torch.full((4, 1, 16), 2.0), *caches, torch.arange(4))
+    layout = make_layout(torch.tensor([[1 << 40, 1 << 40, 0]]), [(0, 1, 68)])
+    out = c.paged_attention(torch.ones(1, 1, 16), *caches, layout, AttentionSpec(1, 16, 16, 1.0, window=4))
     assert torch.equal(out, torch.full((1, 1, 16), 2.0))
 
 
@@ -300,7 +291,7 @@ def test_a_token_is_stored_in_its_slot_and_nowhere_else(
     caches, plain = [[torch.full((3, block_size, 5, n), 7.0, dtype=dtype) for n in sizes] for _ in range(2)]
     slots = torch.randperm(3 * block_size)[:37]
     slots[[0, 9, 36]] = -1
-    c.store_kv(None, key, value, *caches, slots)
+    c.store_kv(key, value, *caches, slots)
     reference.store_kv(key, value, *plain, slots)
     assert all(map(torch.equal, map(read_back, caches, KEYS_AND_VALUES), plain))
 
@@ -315,11 +306,11 @@ def test_a_token_is_stored_as_bytes_and_a_scale(
     caches = [make_cache((3, block_size, 5, size), dtype, True, 7.0) for size in sizes]
     slots = torch.randperm(3 * block_size)[:37]
     slots[[0, 9, 36]] = -1
-    untouched = [one.clone() for one in caches]
-    c.store_kv(None, key, value, *caches, slots)
+    untouched = [cache.clone() for cache in caches]
+    c.store_kv(key, value, *caches, slots)
     free = [slot for slot in range(3 * block_size) if slot not in slots]
     for x, now, before, kind in zip((key, value), caches, untouched, KEYS_AND_VALUES, strict=True):
-        stored, other = (read_back(one, kind).flatten(0, 1) for one in (now, before))
+        stored, other = (read_back(cache, kind).flatten(0, 1) for cache in (now, before))
         assert torch.equal(stored[free], other[free])
         rows, x = stored[slots[slots >= 0]], x[slots >= 0].float()
         bytes_, scales = rows[..., :-1], rows[..., -1:]
@@ -336,15 +327,16 @@ def test_query_and_key_are_normed_and_rotated(
     merged = torch.randn(37, 10 * size).to(dtype)
     query, key, value = (x.view(37, -1, size) for x in merged.split([6 * size, 2 * size, 2 * size], -1))
     angles = torch.randn(37, rotary // 2).repeat(1, 2)
-    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotary = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
     weights = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norms else (None, None)
+    head_norms = HeadNorms(*weights, 1e-6, 1.0)
     caches, plain = [[torch.full((2, 32, 2, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)]
     slots = torch.randperm(64)[:37]
     slots[11] = -1
     rotated = query.clone()
-    reference.rope_store_kv(rotated, key, value, *plain, slots, *tables, *weights, 1e-6, 1.0)
+    reference.rope_store_kv(rotated, key, value, *plain, slots, rotary, head_norms)
     untouched = merged[:, 6 * size :].clone()
-    c.store_kv(query, key, value, *caches, slots, tables, (*weights, 1e-6, 1.0))
+    c.rope_store_kv(query, key, value, *caches, slots, rotary, head_norms)
     assert torch.equal(merged[:, 6 * size :], untouched)
     keys, values = map(read_back, caches, KEYS_AND_VALUES)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
@@ -373,7 +365,7 @@ def test_rms_norm(c: native.Library, dtype: torch.dtype, offset: float, rows: in
 
 
 def gate_of(y: Tensor, gate: str | None) -> Tensor:
-    return ops.gated(y, gate) if gate else y
+    return Backend().gated(y, gate) if gate else y
 
 
 def slack(x: Tensor, weight: Tensor, bias: Tensor, gate: str | None, error: Tensor) -> Tensor:
@@ -437,7 +429,7 @@ def test_quantization_errs_by_half_a_step_at_most(c: native.Library, dtype: torc
     x[3], x[4, 7], weight[5], weight[6, 3] = 0, 1e4, 0, -1e3
     got = c.linear(x, c.pack(weight, bias, gate, int8=True)).double()
     exact = x.double(), weight.double(), bias.double()
-    x_step, w_step = (one.abs().amax(1, keepdim=True) / 127 for one in exact[:2])
+    x_step, w_step = (matrix.abs().amax(1, keepdim=True) / 127 for matrix in exact[:2])
     half_steps = x_step * exact[1].abs().sum(1) + w_step.T * exact[0].abs().sum(1, keepdim=True)
     error = half_steps / 2 + 160 * x_step * w_step.T / 4
     assert ((got - gate_of(functional.linear(*exact), gate)).abs() <= slack(*exact, gate, error)).all()
@@ -483,7 +475,7 @@ def test_argmax(c: native.Library, dtype: torch.dtype, size: int) -> None:
 
 
 def shares(logits: Tensor, settings: Sequence[float], by: float) -> np.ndarray:
-    """What each token of a row is drawn with, in float64; filters that cut `by` less than asked for."""
+    """The probability of each token of a row, in float64, with filters that cut `by` less than asked for."""
     temperature, top_k, top_p, min_p = settings
     scores = logits.double().numpy() / temperature
     weights = np.exp(scores - scores.max())
@@ -583,7 +575,9 @@ def test_no_token_is_drawn_where_logits_are_not_finite(c: native.Library, dtype:
 _THREADS = """
 import os, sys, torch
 from pathlib import Path
+from cbatch.kernels.attention import AttentionSpec
 from cbatch.kernels.cpu import native
+from tests.layouts import make_layout
 torch.set_num_threads(1)
 c = native.load(Path(sys.argv[1]))
 x, w, weight = (torch.randn(*shape).bfloat16() for shape in ((70, 512), (640, 512), (512,)))
@@ -591,14 +585,13 @@ packed, bytes_ = (c.pack(w, None, None, int8) for int8 in (False, True))
 query, key, value = (torch.randn(70, heads, 64).bfloat16() for heads in (8, 2, 2))
 caches = [torch.zeros(3, 32, 2, 64).bfloat16() for _ in range(2)]
 bytes_caches = [torch.zeros(3, 32, 2, 68, dtype=torch.int8) for _ in range(2)]
-where = torch.tensor([[0, 2, 1]]), torch.tensor([0, 70]), torch.tensor([70])
-tasks = torch.tensor([[0, 35, 70], [0, 0, 35]])
+layout = make_layout(torch.tensor([[0, 2, 1]]), [(0, 70, 70)])
 draws = torch.tensor([[row, 0.8, 100, 0.9, 0.01, row / 70] for row in range(70)], dtype=torch.float64)
 def outs():
     attended = []
     for both in (caches, bytes_caches):
-        c.store_kv(None, key, value, *both, torch.arange(70))
-        attended.append(c.paged_attention(query, *both, (*where, tasks), 0.1, 0, 0.0))
+        c.store_kv(key, value, *both, torch.arange(70))
+        attended.append(c.paged_attention(query, *both, layout, AttentionSpec(2, 64, 64, 0.1)))
     normed = c.rms_norm(x, weight, 1e-5, None, 0.0)
     products = c.linear(x, packed), c.linear(x, bytes_)
     return [*caches, *bytes_caches, *attended, normed, *products, c.argmax(x), c.sample(x, draws)]
@@ -711,11 +704,11 @@ def test_without_the_kernels_a_model_runs_on_torch(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CBATCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(ops, "without_native", "")
-    monkeypatch.setattr(ops, "_library", cache(ops._library.__wrapped__))
+    backend = choose.__wrapped__(torch.device("cpu"))
     config = make_config(head_dim=16)
     model, own = make_model(config, "cbatch"), make_model(config, "eager")
-    assert not ops.has_kernels(torch.device("cpu"))
-    assert "no C compiler" in ops.without_native
-    [done] = run(make_engine(model, block_size=32), [make_request(0, list(range(3, 43)), max_tokens=5)])
+    assert not backend.has_kernels
+    assert "no C compiler" in backend.missing
+    engine = make_engine(model, block_size=32, backend=backend)
+    [done] = run(engine, [make_request(0, list(range(3, 43)), max_tokens=5)])
     assert list(done.token_ids) == generate(own, list(range(3, 43)), 5)

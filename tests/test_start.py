@@ -62,8 +62,7 @@ def test_quantization_is_not_left_out_in_silence(tiny_model: Path, monkeypatch: 
     assert is_quantized(started(tiny_model, quantization="int8").runner.model)
     with pytest.raises(UsageError, match=r"no layer .* in torch.float16"):
         started(tiny_model, quantization="int8", dtype="float16")
-    monkeypatch.setattr(ops, "_library", lambda: None)
-    monkeypatch.setattr(ops, "without_native", "no C compiler")
+    monkeypatch.setattr(ops, "choose", lambda _: ops.Backend("no C compiler"))
     with pytest.raises(UsageError, match="no C compiler"):
         started(tiny_model, quantization="int8")
 
@@ -93,8 +92,7 @@ def test_a_cache_that_can_not_be_is_refused_before_the_weights_are_read(
 ) -> None:
     monkeypatch.setattr(ModelFiles, "load", None)
     if settings.pop("compiler", None):
-        monkeypatch.setattr(ops, "_library", lambda: None)
-        monkeypatch.setattr(ops, "without_native", "no C compiler")
+        monkeypatch.setattr(ops, "choose", lambda _: ops.Backend("no C compiler"))
     with pytest.raises(UsageError, match=message):
         started(tiny_model, **{"kv_cache_dtype": "int8", **settings})
 

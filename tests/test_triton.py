@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch.nn import functional
 
-import tests.interpreter  # noqa: F401 repairs bfloat16
 from cbatch.engine.sequence import Sequence
 from cbatch.kernels import reference
+from cbatch.kernels.attention import AttentionSpec, HeadNorms, Rotary
 from cbatch.kernels.gpu import gated, moe, paged_attention, rms_norm, sample, store_kv
 from cbatch.kernels.gpu.shapes import AttentionShape
 from cbatch.model import ops, sampler
-from cbatch.model.attention import layer_shapes
-from cbatch.model.batch import single
+from cbatch.model.attention import attention_specs
+from cbatch.model.batch import Batch, single
 from cbatch.model.kv_cache import KVCache
 from cbatch.model.runner import Runner
 from tests.drive import make_request, sampling_of
+from tests.interpreter import INTERPRETER
+from tests.layouts import make_layout
 from tests.tiny import make_config, make_model
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -32,8 +34,8 @@ def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 def paged(
     lengths: list[tuple[int, int]], kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    """k_cache, v_cache, block_tables, cu_seqlens_q, seq_lens for sequences of (cached before, new) tokens.
+) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """k_cache, v_cache and the layout, in int32, of sequences of (cached before, new) tokens.
 
     What no sequence has stored is NaN, and table entries behind a sequence's last block are wild.
     """
@@ -50,8 +52,9 @@ def paged(
             tables[s, index] = free.pop()
             stored[tables[s, index], : total - index * block_size] = True
     k_cache[~stored] = v_cache[~stored] = torch.nan
-    cu_seqlens_q = torch.tensor([0, *np.cumsum([new for _, new in lengths])], dtype=torch.int32)
-    return k_cache, v_cache, tables, cu_seqlens_q, torch.tensor(totals, dtype=torch.int32)
+    stops = np.cumsum([new for _, new in lengths]).tolist()
+    spans = [(stop - new, stop, before + new) for stop, (before, new) in zip(stops, lengths, strict=True)]
+    return k_cache, v_cache, make_layout(tables, spans)
 
 
 DECODE = [(0, 1), (1, 1), (14, 1), (15, 1), (16, 1), (70, 1)]
@@ -67,8 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"lengths": MIXED, "window": 24},
     "window of one": {"lengths": DECODE, "window": 1, "splits": 2},
     "soft-cap": {"lengths": MIXED, "softcap": 5.0},
-    "sinks": {"lengths": MIXED, "sinks": True},
-    "sinks, in parts, windowed": {"lengths": DECODE, "sinks": True, "splits": 4, "window": 20},
+    "in parts, windowed": {"lengths": DECODE, "splits": 4, "window": 20},
     "head size 80": {"lengths": MIXED, "head_size": 80},
     "head size 96, windowed": {"lengths": MIXED, "head_size": 96, "window": 24},
     "head size 128": {"lengths": [(5, 3)], "head_size": 128},
@@ -83,23 +85,20 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_paged_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = {"heads": 4, "kv_heads": 2, "head_size": 64, "block_size": 16, "window": 0, "softcap": 0.0, "splits": 1}
-    case = {**case, "dtype": torch.float32, "sinks": False, "fp8": False, **CASES[name]}
+    case = {**case, "dtype": torch.float32, "fp8": False, **CASES[name]}
     dtype, head_size = case["dtype"], case["head_size"]
-    k, v, tables, cu, lens = paged(case["lengths"], case["kv_heads"], head_size, case["block_size"], dtype)
+    k, v, layout = paged(case["lengths"], case["kv_heads"], head_size, case["block_size"], dtype)
     generator = torch.Generator().manual_seed(1)
-    query = torch.randn(int(cu[-1]), case["heads"], head_size, generator=generator).to(dtype)
-    sinks = torch.randn(case["heads"], generator=generator) if case["sinks"] else None
-    longest = max(new for _, new in case["lengths"])
-    shape = AttentionShape(16 if longest == 1 else 32, 16, 4, 2, case["splits"])
+    query = torch.randn(int(layout.cu_seqlens_q[-1]), case["heads"], head_size, generator=generator).to(dtype)
+    shape = AttentionShape(16 if layout.max_seqlen_q == 1 else 32, 16, 4, 2, case["splits"])
     monkeypatch.setattr(paged_attention, "attention_shape", lambda *_: shape)
-    scales = {}
     if case["fp8"]:
-        k, v = ((x.float() / 0.5).to(torch.float8_e4m3fn) for x in (k, v))
-        scales = {"k_scale": 0.5, "v_scale": 0.5}
-    settings = (head_size**-0.5, case["window"], case["softcap"])
-    out = paged_attention.paged_attention(query, k, v, tables, cu, lens, longest, 80, *settings, sinks, **scales)
-    k, v = (x.float() * scales["k_scale"] if case["fp8"] else x for x in (k, v))
-    want = reference.paged_attention(query, k, v, tables.long(), cu, lens, *settings, sinks)
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    spec = AttentionSpec(case["kv_heads"], head_size, head_size, head_size**-0.5, case["window"], case["softcap"])
+    out = paged_attention.paged_attention(query, k, v, layout, spec)
+    want = reference.paged_attention(
+        query, k.float() if case["fp8"] else k, v.float() if case["fp8"] else v, layout, spec
+    )
     assert error(out, want) < TOLERANCE[dtype]
 
 
@@ -122,22 +121,22 @@ def test_store_kv(rotated: int, normed: bool, dtype: torch.dtype) -> None:
     else:
         angles = torch.rand(6, rotated // 2, generator=generator)
         cos, sin = torch.cat([angles.cos()] * 2, -1).to(dtype), torch.cat([angles.sin()] * 2, -1).to(dtype)
-        norms = (randn(16), randn(16), 1e-6, 1.0) if normed else ()
+        norms = HeadNorms(randn(16), randn(16), 1e-6, 1.0) if normed else HeadNorms()
         expected = query.clone()
-        store_kv.rope_store_kv(query, key, value, *ours, slots, cos, sin, *norms)
-        reference.rope_store_kv(expected, key, value, *theirs, slots, cos, sin, *norms)
+        store_kv.rope_store_kv(query, key, value, *ours, slots, Rotary(cos, sin), norms)
+        reference.rope_store_kv(expected, key, value, *theirs, slots, Rotary(cos, sin), norms)
         assert error(query, expected) < TOLERANCE[dtype]
     for mine, other in zip(ours, theirs, strict=True):
         assert torch.equal(mine.isnan(), other.isnan())  # slots that were not named are untouched
         assert error(mine.nan_to_num(), other.nan_to_num()) < TOLERANCE[dtype]
 
 
-def test_store_kv_scales_an_fp8_cache() -> None:
+def test_an_fp8_cache_holds_what_is_near() -> None:
     key, value = torch.randn(5, 2, 16), torch.randn(5, 2, 16)
     caches = [torch.zeros(2, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)]
-    store_kv.store_kv(key, value, *caches, torch.arange(5), 0.02, 0.04)
-    assert error(caches[0].flatten(0, 1)[:5].float() * 0.02, key) < 0.05
-    assert error(caches[1].flatten(0, 1)[:5].float() * 0.04, value) < 0.05
+    store_kv.store_kv(key, value, *caches, torch.arange(5))
+    assert error(caches[0].flatten(0, 1)[:5].float(), key) < 0.05
+    assert error(caches[1].flatten(0, 1)[:5].float(), value) < 0.05
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,11 +147,11 @@ def test_an_fp8_cache_saturates_and_tells_what_is_not_finite(dtype: torch.dtype,
     value[4, 0, :5] = torch.tensor([448.0, 464, 465, -1e30, 0.0001])
     key, value, slots = key.to(dtype), value.to(dtype), torch.tensor([3, -1, 5, 6, 0, 7])
     angles = torch.rand(6, rotated // 2, generator=torch.Generator().manual_seed(2)).repeat(1, 2)
-    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotary = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
     ours, theirs = [[torch.ones(2, 4, 2, 16, dtype=torch.float8_e4m3fn) for _ in range(2)] for _ in range(2)]
     for kernels, caches in ((store_kv, ours), (reference, theirs)):
         if rotated:
-            kernels.rope_store_kv(key.clone(), key, value, *caches, slots, *tables)
+            kernels.rope_store_kv(key.clone(), key, value, *caches, slots, rotary)
         else:
             kernels.store_kv(key, value, *caches, slots)
     for mine, other in zip(ours, theirs, strict=True):
@@ -173,14 +172,13 @@ class Rounding(KVCache):
         return super().attend(layer, query, key, value, *rest)
 
 
-def test_a_model_with_an_fp8_cache_computes_with_keys_and_values_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_an_fp8_cache_computes_with_keys_and_values_in_fp8() -> None:
     model, device = make_model(make_config(head_dim=16), "cbatch"), torch.device("cpu")
-    layers, ids = layer_shapes(model), torch.arange(3, 40)
+    specs, ids = attention_specs(model), torch.arange(3, 40)
     batch = replace(single(0, 37, 3, 16, device), input_ids=ids)
-    want = Runner(model, Rounding(layers, 3, 16, torch.float32, device)).forward(batch).detach()
-    plain = Runner(model, KVCache(layers, 3, 16, torch.float32, device)).forward(batch).detach()
-    monkeypatch.setattr(ops, "interpreted", True)
-    cache = KVCache(layers, 3, 16, torch.float8_e4m3fn, device)
+    want = Runner(model, Rounding(specs, 3, 16, torch.float32, device)).forward(batch).detach()
+    plain = Runner(model, KVCache(specs, 3, 16, torch.float32, device)).forward(batch).detach()
+    cache = KVCache(specs, 3, 16, torch.float8_e4m3fn, device, backend=INTERPRETER)
     with torch.inference_mode():
         got = Runner(model, cache).forward(batch)
     assert error(got, want) < 1e-3 < error(plain, want)
@@ -302,7 +300,7 @@ def test_rows_that_are_no_numbers_are_told(temperature: float) -> None:
     assert tokens[3] >= 0
 
 
-def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host() -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 3.0},
@@ -325,6 +323,5 @@ def test_penalties_and_least_tokens_on_the_device_are_those_of_the_host(monkeypa
     sampler._penalize(penalized, sampling.penalties)
     host[sampling.penalties.rows] = penalized
     torch.testing.assert_close(sampler._adjusted_on_gpu(logits.clone(), sampling), host)
-    expected = sampler.sample(logits.clone(), sampling).token_ids
-    monkeypatch.setattr(ops, "interpreted", True)
-    assert torch.equal(sampler.sample(logits.clone(), sampling).token_ids, expected)
+    expected = sampler.sample(logits.clone(), sampling, ops.choose(logits.device)).token_ids
+    assert torch.equal(sampler.sample(logits.clone(), sampling, INTERPRETER).token_ids, expected)

@@ -9,7 +9,7 @@ import torch
 
 from cbatch.engine.places import Place
 from cbatch.engine.plan import EnginePlan
-from cbatch.model.kv_cache import LayerShape
+from cbatch.kernels.attention import AttentionSpec
 from cbatch.model.weights import num_weights
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Estimate:
         text = self._text
         num_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        layer = LayerShape(num_heads, size, size, 0)
+        layer = AttentionSpec(num_heads, size, size, size**-0.5)
         return int(text.num_hidden_layers * layer.bytes_per_token(getattr(torch, self._plan.kv_dtype)))
 
     @property

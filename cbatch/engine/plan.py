@@ -116,8 +116,9 @@ def _check_quantization(config: EngineConfig, device: Any) -> None:
     """UsageError if weights can't be quantized on this device."""
     from cbatch.model import ops
 
-    if config.quantization and (device.type != "cpu" or not ops.has_kernels(device)):
-        raise UsageError(f"--quantization {config.quantization}: {ops.without_native or 'runs on a CPU only'}")
+    if config.quantization and not (device.type == "cpu" and ops.choose(device).has_kernels):
+        missing = ops.choose(device).missing if device.type == "cpu" else "runs on a CPU only"
+        raise UsageError(f"--quantization {config.quantization}: {missing}")
 
 
 def _resolve_max_model_len(asked: int | None, context: int) -> int:

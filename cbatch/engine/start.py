@@ -14,54 +14,58 @@ from cbatch.engine.places import Place
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.scheduler import make_scheduler
 from cbatch.errors import UsageError
+from cbatch.kernels.attention import AttentionSpec
 from cbatch.model import ops
-from cbatch.model.attention import layer_shapes
-from cbatch.model.fused import is_quantized, substitute
-from cbatch.model.kv_cache import KVCache, LayerShape, check_heads
+from cbatch.model.attention import Probe, attention_specs
+from cbatch.model.fused import is_quantized
+from cbatch.model.kv_cache import KVCache, check_heads
+from cbatch.model.ops import Backend
 from cbatch.model.runner import Runner
+from cbatch.model.substitute import substitute
 from cbatch.model.verify import PROVEN, verify
 from cbatch.watch.stats import EngineStats, ModelCost
 
 if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
 
-Layers = Mapping[int, LayerShape]
+Specs = Mapping[int, AttentionSpec]
 
 
 def start_engine(plan: EnginePlan, place: Place, files: ModelFiles, stats: EngineStats) -> Engine:
     """Load the model at this place of the plan, allocate the KV cache and put the engine together."""
     torch.set_num_threads(place.num_threads)
-    model, layers = _load_model(plan, place, files)
+    model, specs = _load_model(plan, place, files)
+    backend = ops.choose(model.device)
     kv_dtype: torch.dtype = getattr(torch, plan.kv_dtype)
-    bytes_per_token = sum(layer.bytes_per_token(kv_dtype) for layer in layers.values())
+    bytes_per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs.values())
     stats.cost = model_cost(model, bytes_per_token)
-    _substitute(plan, model, layers)
+    _substitute(plan, model, specs, backend)
     num_blocks = _count_blocks(plan, place, model, bytes_per_token)
     pool = BlockPool(num_blocks, plan.block_size, plan.enable_prefix_caching)
     scheduler = make_scheduler(plan.scheduling, pool, plan.max_num_batched_tokens, plan.max_num_seqs)
-    runner = Runner(model, KVCache(layers, num_blocks, plan.block_size, kv_dtype, model.device))
-    _record_graphs(plan, runner, layers, num_blocks)
-    if model.device.type == "cpu" and ops.without_native:
-        runner.notes.append(f"without C kernels, which makes it slower: {ops.without_native}")
+    runner = Runner(model, KVCache(specs, num_blocks, plan.block_size, kv_dtype, model.device, backend=backend))
+    _record_graphs(plan, runner, specs, num_blocks)
+    if backend.missing:
+        runner.notes.append(f"without C kernels, which makes it slower: {backend.missing}")
     depth = 1 if model.device.type == "cuda" else 0
     eos, decode = files.eos_token_ids, _decoder(files.tokenizer)
     return Engine(runner, scheduler, decode, eos, plan.max_model_len, stats, depth, plan.order)
 
 
-def _load_model(plan: EnginePlan, place: Place, files: ModelFiles) -> tuple[Any, Layers]:
-    """The model on its device, and what its attention layers keep of a token; UsageError if cbatch can't run it."""
+def _load_model(plan: EnginePlan, place: Place, files: ModelFiles) -> tuple[Any, Specs]:
+    """The model on its device, and how its layers attend; UsageError if cbatch can't run it."""
     model = files.load(plan.dtype, place.device, dummy=plan.load_format == "dummy")
-    layers = layer_shapes(model)
+    specs = attention_specs(model)
     if model.config.model_type not in PROVEN:
-        verify(model, layers)
-    check_heads(getattr(torch, plan.kv_dtype), layers.values())
-    return model, layers
+        verify(model, specs)
+    check_heads(getattr(torch, plan.kv_dtype), specs.values(), ops.choose(model.device))
+    return model, specs
 
 
-def _substitute(plan: EnginePlan, model: Any, layers: Layers) -> None:
+def _substitute(plan: EnginePlan, model: Any, specs: Specs, backend: Backend) -> None:
     """Replace slow modules by fused ones, and weights by 8-bit integers if that is asked for."""
-    if ops.has_kernels(model.device):
-        substitute(model, layers, plan.block_size, int8=plan.quantization == "int8")
+    if backend.has_kernels:
+        substitute(model, specs, plan.block_size, plan.quantization == "int8", backend)
     if plan.quantization == "int8" and not is_quantized(model):
         raise UsageError(f"--quantization int8: no layer of this model can be quantized in {model.dtype}")
 
@@ -82,9 +86,9 @@ def _count_blocks(plan: EnginePlan, place: Place, model: Any, bytes_per_token: i
     return num_blocks
 
 
-def _record_graphs(plan: EnginePlan, runner: Runner, layers: Layers, num_blocks: int) -> None:
+def _record_graphs(plan: EnginePlan, runner: Runner, specs: Specs, num_blocks: int) -> None:
     """Let the runner record its steps as CUDA graphs, on a GPU whose kernels take this model's heads."""
-    takes_heads = all(ops.fits_triton(layer.key_size, layer.value_size) for layer in layers.values())
+    takes_heads = all(runner.kv_cache.backend.takes_heads(spec.key_size, spec.value_size) for spec in specs.values())
     if runner.device.type == "cuda" and plan.cuda_graphs and takes_heads:
         longest = min(plan.max_model_len, num_blocks * plan.block_size)
         max_blocks = -(-longest // plan.block_size)
@@ -102,15 +106,6 @@ def _decoder(tokenizer: Any) -> Callable[[Any], str]:
     return decode
 
 
-class _NoCache:
-    """Stands in for the KV cache where only the memory of everything else matters."""
-
-    def attend(self, _layer: int, query: torch.Tensor, _key: Any, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        return query.new_zeros(*query.shape[:2], value.shape[2])
-
-    rope_attend = attend
-
-
 @torch.inference_mode()
 def largest_step(model: Any, plan: EnginePlan) -> int:
     """Bytes of GPU memory that the largest step of the plan takes beside weights and KV cache: found by trying it."""
@@ -125,7 +120,7 @@ def largest_step(model: Any, plan: EnginePlan) -> int:
         use_cache=False,
         logits_to_keep=sampled,
         batch=None,
-        kv_cache=_NoCache(),
+        kv_cache=Probe(),
     ).logits
     logits.float()
     peak = torch.cuda.max_memory_allocated(model.device) - before

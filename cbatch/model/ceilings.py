@@ -1,6 +1,6 @@
 """How fast this machine moves bytes and multiplies: measured once, then kept in the user's cache.
 
-python -m cbatch.model.ceilings DEVICE DTYPE THREADS     measures again, and prints what it found as JSON
+python -m cbatch.model.ceilings DEVICE DTYPE THREADS     measures again, and prints the result as JSON
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Runner:
         if batch.carried is not None:
             places, drawn = batch.carried
             batch.input_ids.index_copy_(0, places, self._last_token_ids[drawn].clamp(min=0))
-        output = sample(self._run(batch), sampling)
+        output = sample(self._run(batch), sampling, self.kv_cache.backend)
         self._last_token_ids = output.token_ids
         return LaunchedStep(output)
 

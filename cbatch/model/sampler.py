@@ -11,23 +11,24 @@ import hashlib
 
 import torch
 
-from cbatch.model import ops
 from cbatch.model.batch import Penalties, SamplingBatch, StepOutput
+from cbatch.model.ops import Backend
 
 INVALID_LOGITS = -1  # in place of a token: the row's logits are NaN or infinite
 
 _SLACK = 1e-6  # how far float32 sums of probabilities may be from top_p
 
 
-def sample(logits: torch.Tensor, sampling: SamplingBatch) -> StepOutput:
+def sample(logits: torch.Tensor, sampling: SamplingBatch, backend: Backend) -> StepOutput:
     """logits [num_outputs, vocabulary] -> the next token of each row of `sampling`. May change `logits`.
 
     Order: barred tokens, penalties, temperature, top-k, top-p, min-p. Penalised rows are drawn from float32.
     """
     if sampling.logits_rows is not None:
         logits = logits[sampling.logits_rows]
-    draw = _draw_on_gpu if ops.uses_triton(logits) else _draw_on_cpu
-    return StepOutput(draw(logits, sampling))
+    if backend.draws_on_device:
+        return StepOutput(_draw_on_gpu(logits, sampling))
+    return StepOutput(_draw_on_cpu(logits, sampling, backend))
 
 
 def _draw_on_gpu(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
@@ -54,37 +55,37 @@ def _adjusted_on_gpu(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Ten
     return logits
 
 
-def _draw_on_cpu(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+def _draw_on_cpu(logits: torch.Tensor, sampling: SamplingBatch, backend: Backend) -> torch.Tensor:
     """Token ids [n]; what is barred becomes -inf in `logits`."""
     if sampling.barred is not None:
         logits[sampling.barred] = -torch.inf
     if (penalties := sampling.penalties) is None:
-        return _next(logits, torch.arange(len(sampling)), sampling)
+        return _next(logits, torch.arange(len(sampling)), sampling, backend)
     token_ids = torch.empty(len(sampling), dtype=torch.int64)
     changed = logits[penalties.rows].float()
     _penalize(changed, penalties)
-    token_ids[penalties.rows] = _next(changed, torch.arange(len(changed)), sampling.select(penalties.rows))
+    token_ids[penalties.rows] = _next(changed, torch.arange(len(changed)), sampling.select(penalties.rows), backend)
     is_other = torch.ones(len(sampling), dtype=torch.bool)
     is_other[penalties.rows] = False
     others = is_other.nonzero()[:, 0]
-    token_ids[others] = _next(logits, others, sampling.select(others))
+    token_ids[others] = _next(logits, others, sampling.select(others), backend)
     return token_ids
 
 
-def _next(logits: torch.Tensor, rows: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+def _next(logits: torch.Tensor, rows: torch.Tensor, sampling: SamplingBatch, backend: Backend) -> torch.Tensor:
     """Token ids [n], drawn from the `rows` [n] of `logits`."""
     if sampling.is_greedy and len(rows) == len(logits):
-        return ops.argmax(logits)
+        return backend.argmax(logits)
     keys, positions = sampling.random_keys.tolist(), sampling.positions.tolist()
     uniforms = torch.tensor(
         [uniform(key % 2**64, position) for key, position in zip(keys, positions, strict=True)], dtype=torch.float64
     )
-    if (c := ops.c_sampler(logits)) is not None:
+    if backend.can_draw(logits):
         top_k = torch.where(sampling.top_k == 0, logits.shape[-1], sampling.top_k)
         columns = rows, sampling.temperature, top_k, sampling.top_p, sampling.min_p, uniforms
-        return c.sample(logits, torch.stack([column.double() for column in columns], 1))
+        return backend.draw(logits, torch.stack([column.double() for column in columns], 1))
     logits = logits[rows].float()
-    token_ids = ops.argmax(logits)
+    token_ids = backend.argmax(logits)
     drawn = (sampling.temperature > 0).nonzero()[:, 0]
     if len(drawn):
         probs = filtered_probs(logits[drawn].nan_to_num(), sampling.select(drawn))

@@ -1,4 +1,4 @@
-"""Does paged attention give what the model's own attention gives? Asked at load, of architectures not known to work."""
+"""Compares paged attention with a model's own attention, at load, for architectures that are not known to work."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from cbatch.errors import Fatal
+from cbatch.kernels.attention import AttentionSpec
 from cbatch.model.attention import NAME
 from cbatch.model.batch import single
-from cbatch.model.kv_cache import KVCache, LayerShape
+from cbatch.model.kv_cache import KVCache
 
 PROVEN = frozenset(
     [
@@ -39,16 +40,16 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.06, torch.bfloat16: 0.3}  # 
 
 
 @torch.inference_mode()
-def verify(model: Any, layers: Mapping[int, LayerShape]) -> None:
+def verify(model: Any, specs: Mapping[int, AttentionSpec]) -> None:
     """Fatal if, on a short random prompt in two chunks, the logits differ from those of the model's eager attention."""
     name, text = type(model).__name__, model.config.get_text_config()
-    windows = [layer.window for layer in layers.values() if layer.window]
+    windows = [spec.window for spec in specs.values() if spec.window]
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ["sliding_attention"])
     if getattr(text, "sliding_window", None) and slides and not windows:
         raise Fatal(f"{name}: its sliding window does not reach cbatch's attention; this model is not supported")
     num_tokens = max([_LAST, *(window for window in windows if window <= _LONGEST_WINDOW)]) + _LAST
     ids = torch.randint(text.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(0)).to(model.device)
-    paged = _paged_logits(model, layers, ids)
+    paged = _paged_logits(model, specs, ids)
     model.set_attn_implementation("eager")
     try:
         positions = torch.arange(num_tokens, device=model.device)
@@ -66,9 +67,9 @@ def verify(model: Any, layers: Mapping[int, LayerShape]) -> None:
         )
 
 
-def _paged_logits(model: Any, layers: Mapping[int, LayerShape], ids: torch.Tensor) -> torch.Tensor:
+def _paged_logits(model: Any, specs: Mapping[int, AttentionSpec], ids: torch.Tensor) -> torch.Tensor:
     num_blocks = -(-len(ids) // _BLOCK_SIZE)
-    cache = KVCache(layers, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
+    cache = KVCache(specs, num_blocks, _BLOCK_SIZE, model.dtype, model.device)
     logits = []
     for first, stop in ((0, len(ids) - _LAST), (len(ids) - _LAST, len(ids))):
         batch = single(first, stop, num_blocks, _BLOCK_SIZE, ids.device)

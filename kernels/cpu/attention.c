@@ -1,13 +1,14 @@
 // Causal attention of ragged queries over a paged cache, read in place, and the write to that cache.
 //
 // A block of the cache holds, for each key/value head, keys as panels of 32 tokens [block_size / 32][D / u][32][u] and
-// values as [block_size / u][D][u]: u values of 4 bytes in all (2 bf16, 1 float32, 4 int8), that meet in one lane of a
-// dot product. So both products of attention are the tile of tile.h. Up to ROWS rows (tokens times the heads that share
-// keys and values) go through the blocks together, with the running maximum and sum of softmax (arXiv:1805.02867).
+// values as [block_size / u][D][u]. The u values of a unit take 4 bytes (2 bf16, 1 float32, 4 int8) and are multiplied in
+// one lane of a dot product, so that both products of attention are the tile of tile.h. Up to ROWS rows (tokens times the
+// heads that share keys and values) go through the blocks together, with the running maximum and sum of softmax
+// (arXiv:1805.02867).
 //
-// In a cache of int8 each token's keys and values have a scale of their own, float32 [block_size] behind them; keys are
-// biased by 128. Queries are quantised row by row, which needs no bias, and so are the weights of a row and block once the
-// scales of the values are multiplied into them.
+// In an int8 cache the keys of a token have a scale, and so have its values: float32 [block_size] behind the block's bytes.
+// Keys are biased by 128. Queries are quantised row by row, without a bias; so are a row's weights for a block, after they
+// have been multiplied by the scales of the values.
 #include "kernels.h"
 #include "tile.h"
 #include <stdlib.h>
@@ -35,11 +36,11 @@ INLINE int64_t block_bytes(const Attention *a, int64_t n, const int type) {
     return a->block_size * (n * bytes_of(type) + (type == INT8 ? sizeof(float) : 0));
 }
 
-// Of each token of a block of int8.
+// The scales of the tokens of an int8 block.
 INLINE float *scales_of(const Attention *a, const char *block, int64_t n) { return (float *)(block + a->block_size * n); }
 
-// One head of one token, normalised and rotated: pairs (i, i + rotary / 2). k_size is a multiple of 16.
-INLINE void turn(const Attention *a, const void *x, const void *weight, int64_t token, float *y, const int is_bf16) {
+// Normalises and rotates one head of one token, x -> y: pairs (i, i + rotary / 2). k_size is a multiple of 16.
+INLINE void rotate_head(const Attention *a, const void *x, const void *weight, int64_t token, float *y, const int is_bf16) {
     const int64_t half = a->step->rotary / 2, angles = token * a->step->rotary;
     vf squares = {0}, scale = splat(1.f);
     for (int64_t i = 0; i < a->k_size; i += LANES) {
@@ -60,22 +61,22 @@ INLINE void turn(const Attention *a, const void *x, const void *weight, int64_t 
         store(y, i + half, second * c + first * s, 0);
     }
     for (; i < half; i++) {
-        float c = load_one(a->step->cos, angles + i, is_bf16), s = load_one(a->step->sin, angles + i, is_bf16);
+        float c = load_scalar(a->step->cos, angles + i, is_bf16), s = load_scalar(a->step->sin, angles + i, is_bf16);
         float first = y[i], second = y[i + half];
         y[i] = first * c - second * s;
         y[i + half] = second * c + first * s;
     }
 }
 
-// `type`: of the cache.
+// Rotates the query of a token, and writes its keys and values to its slot. `type`: of the cache.
 INLINE void store_token(const Attention *a, int64_t token, const int type, const int is_bf16) {
     const int64_t size = is_bf16 ? 2 : 4, cached = bytes_of(type), unit = 4 / cached;
-    float turned[a->k_size];
+    float rotated[a->k_size];
     char row[at_least(a->k_size, a->v_size) * size];
     for (int64_t head = 0; a->query && head < a->heads; head++) {
         char *q = (char *)a->query + (token * a->q_stride + head * a->k_size) * size;
-        turn(a, q, a->q_weight, token, turned, is_bf16);
-        for (int64_t i = 0; i < a->k_size; i += LANES) store(q, i, load(turned, i, 0), is_bf16);
+        rotate_head(a, q, a->q_weight, token, rotated, is_bf16);
+        for (int64_t i = 0; i < a->k_size; i += LANES) store(q, i, load(rotated, i, 0), is_bf16);
     }
     if (a->step->slots[token] < 0) return;
     int64_t block = a->step->slots[token] / a->block_size, offset = a->step->slots[token] % a->block_size;
@@ -84,9 +85,9 @@ INLINE void store_token(const Attention *a, int64_t token, const int type, const
         char *k = (char *)a->k_cache + place * block_bytes(a, a->k_size, type);
         char *v = (char *)a->v_cache + place * block_bytes(a, a->v_size, type);
         const char *value = (const char *)a->value + (token * a->v_stride + head * a->v_size) * size;
-        turn(a, (const char *)a->key + (token * a->k_stride + head * a->k_size) * size, a->k_weight, token, turned, is_bf16);
-        if (type == INT8) scales_of(a, k, a->k_size)[offset] = quantize(turned, row, a->k_size, 127.f, 128, 0);
-        else for (int64_t i = 0; i < a->k_size; i += LANES) store(row, i, load(turned, i, 0), is_bf16);
+        rotate_head(a, (const char *)a->key + (token * a->k_stride + head * a->k_size) * size, a->k_weight, token, rotated, is_bf16);
+        if (type == INT8) scales_of(a, k, a->k_size)[offset] = quantize(rotated, row, a->k_size, 127.f, 128, 0);
+        else for (int64_t i = 0; i < a->k_size; i += LANES) store(row, i, load(rotated, i, 0), is_bf16);
         k += offset / PANEL * PANEL * a->k_size * cached + offset % PANEL * 4;
         for (int64_t i = 0; i < a->k_size / unit; i++) memcpy(k + i * PANEL * 4, row + i * 4, 4);
         if (type == INT8) {
@@ -98,7 +99,7 @@ INLINE void store_token(const Attention *a, int64_t token, const int type, const
     }
 }
 
-// Rotates `query` in place if there is one, and writes keys and values to their slots.
+// Rotates `query` in place, if there is one, and writes keys and values to their slots.
 void store_kv(const Attention *a) {
 #pragma omp parallel for if (a->step->num_tokens > 4)
     for (int64_t token = 0; token < a->step->num_tokens; token++) {
@@ -109,9 +110,9 @@ void store_kv(const Attention *a) {
     }
 }
 
-// Scores [width] of one row against a block, in place -> in units of log2, NOTHING outside the columns first:stop; their
-// maximum.
-INLINE vf masked(const Attention *a, float *scores, int64_t width, int64_t first, int64_t stop) {
+// Scales the scores [width] of one row against a block, in place, to exponents of 2; outside the columns first:stop they
+// become NOTHING. Returns their maximum, still in lanes.
+INLINE vf scale_and_mask(const Attention *a, float *scores, int64_t width, int64_t first, int64_t stop) {
     const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const float log2e = 1.44269504088896341f;
     const vf scale = splat(a->softcap ? a->scale : a->scale * log2e);
@@ -132,11 +133,11 @@ INLINE vf masked(const Attention *a, float *scores, int64_t width, int64_t first
     return most;
 }
 
-// Scores of one row against a block -> weights 2^(score - maximum), 0 outside the columns first:stop; returns the factor
-// by which what was summed before shrinks.
-INLINE float soften(const Attention *a, float *scores, void *weights, int64_t width, int64_t first, int64_t stop,
+// One step of the running softmax: scores of one row against a block -> weights 2^(score - maximum), 0 outside the columns
+// first:stop. Returns the factor by which the sums of the blocks before shrink.
+INLINE float softmax_step(const Attention *a, float *scores, void *weights, int64_t width, int64_t first, int64_t stop,
                     float *maximum, float *sum, const int is_bf16) {
-    float before = *maximum, most = max_of(masked(a, scores, width, first, stop)), now = most > before ? most : before;
+    float before = *maximum, most = max_of(scale_and_mask(a, scores, width, first, stop)), now = most > before ? most : before;
     vf total = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         vf s = load(scores, i, 0), w = exp2_of(s - splat(now));
@@ -154,7 +155,7 @@ INLINE float soften(const Attention *a, float *scores, void *weights, int64_t wi
 typedef struct {
     char *values;          // [rows, k_size], in the type of the cache
     float scale[ROWS];     // int8 only
-    int32_t offset[ROWS];  // int8 only: what the bias of the keys adds, 128 * the sum of the row's values
+    int32_t offset[ROWS];  // int8 only: 128 * the sum of the row, which the bias of the keys adds to a product
 } Query;
 
 INLINE void set_row(const Attention *a, Query *query, int64_t r, const char *x, const int type) {
@@ -193,18 +194,18 @@ INLINE void score(const Attention *a, const Query *query, const char *k, int64_t
         }
 }
 
-// Weights [width] of one row and the scales of the values that they are for -> bytes, and the scale of these.
-INLINE float fold(float *weights, const float *v_scale, char *bytes, int64_t width) {
+// Multiplies the weights [width] of one row by the scales of the values, and quantises them; returns their scale.
+INLINE float quantize_weights(float *weights, const float *v_scale, char *bytes, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES) {  // a token without a weight may have no scale yet, and 0 * NaN is NaN
-        vf w = load(weights, i, 0), folded = w * load(v_scale, i, 0);
-        store(weights, i, (vf)((vi)folded & (w != splat(0.f))), 0);
+        vf w = load(weights, i, 0), scaled = w * load(v_scale, i, 0);
+        store(weights, i, (vf)((vi)scaled & (w != splat(0.f))), 0);
     }
     return quantize(weights, bytes, width, 255.f, 0, 0);
 }
 
 // sums [rows, v_size] = sums * shrink + weights [rows, block_size] * values of a block, for its first `seen` tokens.
-// int8: weights are in `steps`.
-INLINE void gather(const Attention *a, const char *weights, const char *v, int64_t seen, float *sums, const float *shrink,
+// int8: `steps` are the scales of the weights.
+INLINE void accumulate(const Attention *a, const char *weights, const char *v, int64_t seen, float *sums, const float *shrink,
                    const float *steps, int64_t rows, const int type) {
     const int64_t unit = 4 / bytes_of(type), weights_bytes = a->block_size * bytes_of(type);
     const int odd = type == BF16 && seen % 2;  // the second value of that unit was never written and may be NaN
@@ -228,7 +229,8 @@ INLINE void gather(const Attention *a, const char *weights, const char *v, int64
     }
 }
 
-// Rows first:first + rows of the tokens times heads that share key/value head `head` of sequence s. `type`: of the cache.
+// Attends with rows first:first + rows (tokens times the heads that share key/value head `head`) of sequence s. `type`: of
+// the cache.
 INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t first, int64_t rows, char *scratch,
                         const int type) {
     const int is_bf16 = type == INT8 ? a->is_bf16 : type == BF16;  // the queries
@@ -259,11 +261,11 @@ INLINE void attend_rows(const Attention *a, int64_t s, int64_t head, int64_t fir
             int64_t from = a->window ? at_least(0, last + 1 - a->window) : 0;
             float *row = scores + r * block_size;
             char *to = weights + r * block_size * cached;
-            shrink[r] = soften(a, row, type == INT8 ? (char *)row : to, width, from, at_least(0, last + 1), &maximum[r],
+            shrink[r] = softmax_step(a, row, type == INT8 ? (char *)row : to, width, from, at_least(0, last + 1), &maximum[r],
                                &sum[r], type == BF16);
-            if (type == INT8) steps[r] = fold(row, scales_of(a, v, a->v_size), to, width);
+            if (type == INT8) steps[r] = quantize_weights(row, scales_of(a, v, a->v_size), to, width);
         }
-        gather(a, weights, v, seen, sums, shrink, steps, rows, type);
+        accumulate(a, weights, v, seen, sums, shrink, steps, rows, type);
     }
     for (int64_t r = 0; r < rows; r++) {
         int64_t token = start + (first + r) / group, h = head * group + (first + r) % group;
@@ -283,7 +285,7 @@ static void attend_int8(const Attention *a, int64_t s, int64_t head, int64_t fir
     attend_rows(a, s, head, first, rows, scratch, INT8);
 }
 
-// Tasks come longest first, so that no thread is left alone with a long one at the end.
+// Tasks come longest first, so that no thread is left with a long one at the end.
 void paged_attention(const Attention *a) {
     int64_t group = a->heads / a->kv_heads;
     size_t room = ROWS * 4 * (2 * a->block_size + a->v_size + a->k_size);

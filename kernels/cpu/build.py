@@ -1,7 +1,7 @@
-"""Compiles the C kernels of `cpu/` for this machine, once, and loads them.
+"""Compiles the C kernels of this folder for this machine, once, and loads them.
 
-Threads are those of torch: its OpenMP library is made visible first, because a second one in the process would bring
-threads of its own that fight with the first.
+They run on torch's threads: its OpenMP library is made visible first, because a second one in the process would start
+threads of its own, which compete with the first's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Unavailable(Exception):
 
 
 def load(folder: Path, cpu: str = "native") -> ctypes.CDLL:
-    """The kernels, compiled into `folder` unless they are there already; Unavailable says why not.
+    """The kernels, compiled into `folder` unless they are there already; Unavailable says why they can't be.
 
-    `cpu`: what the compiler may use, as its -march names it; by default all that this CPU has.
+    `cpu`: the instruction set that the compiler may use, as its -march names it; by default all that this CPU has.
     """
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "cc")))), None)
     if compiler is None:
@@ -41,19 +41,19 @@ def load(folder: Path, cpu: str = "native") -> ctypes.CDLL:
     key = hashlib.blake2b(digest_size=12)
     for part in [*(path.read_bytes() for path in sources), " ".join(command).encode(), _cpu()]:
         key.update(part)
-    path = folder / f"cpu-{key.hexdigest()}.so"
+    library = folder / f"cpu-{key.hexdigest()}.so"
     try:
-        if not _is_whole(path):
-            _compile(command, [str(one) for one in sources if one.suffix == ".c"], path)
+        if not _is_whole(library):
+            _compile(command, [str(path) for path in sources if path.suffix == ".c"], library)
         if openmp := _openmp():
             ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(path))
+        return ctypes.CDLL(str(library))
     except OSError as error:
         raise Unavailable(str(error)) from None
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is there as it was compiled: loading what a crash or a full disk left of one can kill."""
+    """Whether a library is there, undamaged: loading a part of it, after a crash or with a full disk, can kill the process."""
     content = path.read_bytes() if path.exists() else b""
     return content[-_SEAL:] == _seal(content[:-_SEAL])
 
@@ -63,21 +63,21 @@ def _seal(content: bytes) -> bytes:
 
 
 def _compile(command: list[str], sources: list[str], path: Path) -> None:
-    """Compile into a file of another name first, so that no other process finds a part of it."""
+    """Compile into a file of another name first, so that no other process loads it half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     own_openmp = [] if _openmp() else ["-fopenmp"]
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [str(Path(scratch) / f"{index}.o") for index in range(len(sources))]
-        made = Path(scratch) / path.name
-        _run(*([*command, "-c", source, "-o", one] for source, one in zip(sources, objects, strict=True)))
-        _run([command[0], "-shared", *own_openmp, *objects, "-lm", "-o", str(made)])
-        content = made.read_bytes()
-        made.write_bytes(content + _seal(content))
-        made.replace(path)
+        linked = Path(scratch) / path.name
+        _run(*([*command, "-c", source, "-o", made] for source, made in zip(sources, objects, strict=True)))
+        _run([command[0], "-shared", *own_openmp, *objects, "-lm", "-o", str(linked)])
+        content = linked.read_bytes()
+        linked.write_bytes(content + _seal(content))
+        linked.replace(path)
 
 
 def _run(*commands: list[str]) -> None:
-    """Run them side by side; Unavailable with the first line of what one that failed said."""
+    """Run commands side by side; if one fails, Unavailable quotes the first line of its errors."""
     running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") for command in commands]
     problems = [process.communicate()[1].strip() for process in running]
     for command, process, problem in zip(commands, running, problems, strict=True):
@@ -87,7 +87,7 @@ def _run(*commands: list[str]) -> None:
 
 
 def _cpu() -> bytes:
-    """What tells this kind of CPU from others; a home folder may be shared by several."""
+    """The model and the features of this CPU: machines of several kinds may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,7 +98,7 @@ def _cpu() -> bytes:
 
 
 def _openmp() -> str | None:
-    """The OpenMP library in this process that is torch's; others may have brought theirs too."""
+    """The path of torch's OpenMP library; others in this process may have brought their own."""
     try:
         mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     except OSError:

@@ -1,4 +1,4 @@
-// What is called from outside, and what it is called with.
+// The functions that Python calls, and the structures that they take.
 #pragma once
 #include <stdint.h>
 
@@ -8,7 +8,7 @@ enum { PLAIN = 0, SILU_MUL = 1, GELU_MUL = 2 };  // gated: a panel holds 16 gate
 typedef struct {
     const void *x, *w;      // [M, K], rows `x_stride` values apart; panels
     const float *w_scale;   // [N padded] int8 only
-    const int32_t *offset;  // [N padded] int8 only: what the bias of x adds, 128 * the sum of an output's weights
+    const int32_t *offset;  // [N padded] int8 only: 128 * the sum of an output's weights, which the bias of x adds to it
     const float *bias;      // [N padded] or NULL
     void *y;                // [M, N], rows `y_stride` values apart; half as wide if gated
     char *scratch;          // int8 only: M * (K + 4) bytes for x as bytes and its scales
@@ -16,7 +16,7 @@ typedef struct {
     int64_t epilogue, is_int8, is_bf16;  // is_bf16: x and y, else they are float32
 } Linear;
 
-// Where the tokens of a step belong; the same for all layers.
+// Where the tokens of a step lie, and their rotation; all layers share it.
 typedef struct {
     const int64_t *slots;    // [T] block * block_size + offset, -1: not stored
     const int64_t *tables;   // [S, table_stride]
@@ -35,14 +35,14 @@ typedef struct {
     void *k_cache, *v_cache, *out;    // out [T, H, D of the values]
     const void *q_weight, *k_weight;  // [D] or NULL: of an RMSNorm before the rotation
     int64_t heads, kv_heads, k_size, v_size, block_size, q_stride, k_stride, v_stride, window;
-    int64_t is_bf16, is_int8;  // is_int8: the cache, which else is bf16 or float32 as all the rest
+    int64_t is_bf16, is_int8;  // is_int8: the cache; else it is bf16 or float32, like everything here
     float scale, softcap, eps, weight_offset;
 } Attention;
 
-// A token to be drawn, see sample.c; whole numbers are in double too.
+// One token to draw, see sample.c. All fields are double, so that they come from one tensor.
 typedef struct {
-    double row, temperature, top_k, top_p, min_p;  // row of the logits; temperature 0: the likeliest; top_k at least 1
-    double uniform;                                // below 1: where in the distribution, in the order of the vocabulary
+    double row, temperature, top_k, top_p, min_p;  // row of the logits; temperature 0: the largest; top_k at least 1
+    double uniform;                                // below 1: where in the cumulative distribution, in vocabulary order
 } Draw;
 
 void linear(const Linear *l);
@@ -54,7 +54,7 @@ void quantize_rows(const char *x, uint8_t *q, float *scales, int64_t rows, int64
 void add_rows(char *x, const char *y, int64_t n, int64_t is_bf16);
 
 // x [rows, n], bf16 or float32, rows x_stride values apart -> a token for each row, or for each draw; -1 if the largest
-// of the row is not finite or one is NaN.
+// value of the row is not finite or any value is NaN.
 void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16);
 void sample(const char *x, const Draw *draws, int64_t *tokens, int64_t num_draws, int64_t n, int64_t x_stride,
             int64_t is_bf16);

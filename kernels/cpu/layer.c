@@ -2,8 +2,8 @@
 #include "kernels.h"
 
 typedef struct {
-    Linear qkv, out, gate_up, down;  // their x, y, m, scratch and strides are filled in here
-    Attention attention;             // its step, query, key, value, out and strides likewise
+    Linear qkv, out, gate_up, down;  // their x, y, m, scratch and strides are set here
+    Attention attention;             // so are its step, query, key, value, out and strides
     const void *norm1, *norm2;       // [width]
     int64_t width;
     float eps1, offset1, eps2, offset2;
@@ -15,8 +15,8 @@ static void apply(Linear *l, const void *x, void *y, int64_t m, char *scratch) {
     linear(l);
 }
 
-// x [m, width] -> y [m, width]. `scratch`: bytes for m rows of qkv, of attention's output, of a normalised x, of the gated
-// inner layer, all in the dtype of x, and for m * (K + 4) bytes of the widest product.
+// x [m, width] -> y [m, width]. `scratch` has room for m rows each of qkv, the attention's output, a normalised x and the
+// MLP's inner layer, all in the dtype of x, and for m * (K + 4) bytes of the widest product.
 void decoder_layer(Layer *layer, const Step *step, const char *x, char *y, char *scratch) {
     Attention *a = &layer->attention;
     const int64_t m = step->num_tokens, size = a->is_bf16 ? 2 : 4, width = layer->width;

@@ -1,7 +1,7 @@
 // y[M, N] = x[M, K] * w[N, K]^T for weights packed once: bf16, or int8 with one scale for each output.
 //
-// Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). A panel is
-// read from memory once a call, by one thread, and from its cache for every ROWS rows.
+// Packed weights lie in panels of 32 outputs: [N / 32][K / u][32][u], u values to a unit (2 bf16, 4 int8). One thread reads
+// a panel from memory, once a call; for every further ROWS rows it finds the panel in its cache.
 #include "kernels.h"
 #include "tile.h"
 #include <omp.h>
@@ -16,7 +16,7 @@ INLINE vf activate(vf x, int gelu) {
     return x / (splat(1.f) + exp_of(-vmax(z, splat(-80.f))));
 }
 
-// Scale, add the bias, gate, and write 32 sums of one row.
+// Finishes 32 sums of one row: scales them, adds the bias, gates, and writes them.
 INLINE void finish(const Linear *l, float x_scale, int64_t row, int64_t panel, const vi *sums, const int is_bf16) {
     char *out = (char *)l->y + row * l->y_stride * (is_bf16 ? 2 : 4);
     vf y[2];
@@ -38,7 +38,7 @@ INLINE void finish(const Linear *l, float x_scale, int64_t row, int64_t panel, c
     for (int half = 0; half < 2; half++) {
         int64_t column = panel * PANEL + half * LANES, left = l->n - column;
         if (left >= LANES) store(out, column, y[half], is_bf16);
-        else for (int64_t i = 0; i < left; i++) store_one(out, column + i, y[half][i], is_bf16);
+        else for (int64_t i = 0; i < left; i++) store_scalar(out, column + i, y[half][i], is_bf16);
     }
 }
 
@@ -53,7 +53,7 @@ void linear(const Linear *l) {
         quantize_rows(l->x, q, (float *)l->scratch, l->m, l->k, l->x_stride, l->is_bf16);
         x = (const char *)q, x_bytes = l->k;
     }
-    int64_t together = panels / (3 * omp_get_max_threads());  // neighbours for one thread, which fetches the next ahead
+    int64_t together = panels / (3 * omp_get_max_threads());  // panels a thread takes at a time: it prefetches the next
     together = together < 1 ? 1 : together > 4 ? 4 : together;
 #pragma omp parallel for schedule(dynamic, together)
     for (int64_t panel = 0; panel < panels; panel++) {
@@ -72,7 +72,7 @@ void linear(const Linear *l) {
     }
 }
 
-// Whether this CPU multiplies bf16 by itself; without, it is faster in float32.
+// Whether this CPU has instructions for products of bf16; without them float32 is faster.
 int multiplies_bf16(void) {
 #ifdef __AVX512BF16__
     return 1;

@@ -1,4 +1,4 @@
-// What is done row by row: normalise, quantise.
+// Operations on rows: normalise, quantise, add.
 #include "kernels.h"
 #include "simd.h"
 

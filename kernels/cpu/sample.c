@@ -1,8 +1,8 @@
 // From logits to tokens, a row at a time: the likeliest, or one drawn by a row's own settings.
 //
-// To draw, a row of logits becomes one of weights, of which the largest is 1; a filter sets to 0 what it leaves out.
-// Top-k and top-p keep the beginning of the order by weight, of equal ones the first first. Nothing is sorted to find
-// where it ends: the bits of a positive float grow with it, and three histograms give them ten at a time.
+// To draw, a row of logits becomes a row of weights, the largest of them 1; a filter sets to 0 the weights that it drops.
+// Top-k and top-p keep the heaviest tokens, and of equal ones the lower ids. Nothing is sorted for that: positive floats are
+// ordered as their bits are, and three histograms find the bits of the last weight to keep, ten at a time.
 #include <stdlib.h>
 #include "kernels.h"
 #include "simd.h"
@@ -31,7 +31,7 @@ INLINE int64_t largest(const void *x, int64_t n, const int is_bf16) {
         if (best[lane] > most || (best[lane] == most && at[lane] < where)) most = best[lane], where = at[lane];
     }
     for (; i < n; i++) {
-        float v = load_one(x, i, is_bf16);
+        float v = load_scalar(x, i, is_bf16);
         if (v != v) return -1;
         if (v > most) most = v, where = i;
     }
@@ -46,8 +46,8 @@ static double block_sum(const float *w) {
     return sum;
 }
 
-// Set to 0 what is below `least`, and what equals it after the token `last`; the sum of the rest. n: whole blocks.
-static double thin(float *w, int64_t n, float least, int64_t last) {
+// Sets weights below `least` to 0, and those equal to it after the token `last`; returns the sum of the rest. n: whole blocks.
+static double drop_below(float *w, int64_t n, float least, int64_t last) {
     double sum = 0;
     for (int64_t i = 0; i < n; i += BLOCK) {
         int32_t equals = last < i ? -1 : last - i < BLOCK ? last - i : BLOCK;  // from the block's start
@@ -68,11 +68,11 @@ INLINE int64_t find(const uint32_t *bits, int64_t i, int64_t n, uint32_t low, ui
     return i;
 }
 
-// Keep weights in their order until they are k, or sum to `target` > 0; returns their sum.
-static double keep(float *w, int64_t n, int64_t k, double target) {
+// Keeps the heaviest weights, as few as make k, or sum to `target` > 0; returns their sum.
+static double keep_heaviest(float *w, int64_t n, int64_t k, double target) {
     const uint32_t *bits = (const uint32_t *)w;
     uint32_t least = 0;  // the bits of the weight at which the order ends, from the upper ones down
-    double mass = 0;     // of what is above
+    double mass = 0;     // of the weights above
     int64_t count = 0;
     for (int shift = 2 * BITS; shift >= 0; shift -= BITS) {
         Bin bins[1 << BITS] = {0};
@@ -94,11 +94,11 @@ static double keep(float *w, int64_t n, int64_t k, double target) {
             if (bits[j] == least) last = j, mass += w[j], count++;
     float value;
     memcpy(&value, &least, 4);
-    return thin(w, n, value, last);
+    return drop_below(w, n, value, last);
 }
 
 // The first token at which the running sum of n weights exceeds `target`, which is below their sum; n: whole blocks.
-static int64_t passes(const float *w, int64_t n, double target) {
+static int64_t quantile(const float *w, int64_t n, double target) {
     int64_t i = 0, token = -1;
     double before = 0, sum;
     for (; i + BLOCK < n && before + (sum = block_sum(w + i)) <= target; i += BLOCK) before += sum;
@@ -118,7 +118,7 @@ INLINE double weigh_row(const void *x, float *w, int64_t n, int64_t room, float 
     for (; i + LANES <= n; i += LANES) weigh(w + i, load(x, i, is_bf16), most, scale);
     for (; i < room; i += LANES) {
         float rest[LANES];
-        for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < n ? load_one(x, i + lane, is_bf16) : -INFINITY;
+        for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < n ? load_scalar(x, i + lane, is_bf16) : -INFINITY;
         weigh(w + i, load(rest, 0, 0), most, scale);
     }
     double sum = 0;
@@ -130,11 +130,11 @@ INLINE int64_t draw(const void *x, float *w, int64_t n, int64_t room, const Draw
     int64_t token = largest(x, n, is_bf16);
     if (token < 0 || d->temperature == 0) return token;
     double scale = 1.4426950408889634 / fmax(d->temperature, 1e-10);  // of exponents of 2
-    double mass = weigh_row(x, w, n, room, load_one(x, token, is_bf16), scale, is_bf16);
-    if (d->top_k < n) mass = keep(w, room, d->top_k, INFINITY);
-    if (d->top_p < 1) mass = keep(w, room, n, fmax((d->top_p - SLACK) * mass, 1e-30));
-    if (d->min_p > 0) mass = thin(w, room, d->min_p, room);
-    return passes(w, room, d->uniform * mass);
+    double mass = weigh_row(x, w, n, room, load_scalar(x, token, is_bf16), scale, is_bf16);
+    if (d->top_k < n) mass = keep_heaviest(w, room, d->top_k, INFINITY);
+    if (d->top_p < 1) mass = keep_heaviest(w, room, n, fmax((d->top_p - SLACK) * mass, 1e-30));
+    if (d->min_p > 0) mass = drop_below(w, room, d->min_p, room);
+    return quantile(w, room, d->uniform * mass);
 }
 
 void argmax(const char *x, int64_t *tokens, int64_t rows, int64_t n, int64_t x_stride, int64_t is_bf16) {

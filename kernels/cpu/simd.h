@@ -21,7 +21,8 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vi splat_unit(const void *p) { int32_t x; memcpy(&x, p, 4); return x - (vi){0}; }
 INLINE vi load_units(const void *p) { return *(const vi *)p; }
 
-// Masks. Without AVX-512 gcc compares vectors of this size a lane after another; a loop it turns into vectors that fit.
+// Masks: all bits of a lane are set, or none. Without AVX-512 gcc compares vectors of this size lane by lane, but turns a
+// loop into vectors that fit.
 INLINE vi is_nan(vf x) { return (0x7f800000 - ((vi)x & 0x7fffffff)) >> 31; }
 #ifdef __AVX512F__
 INLINE vi above(vf a, vf b) { return a > b; }
@@ -33,7 +34,7 @@ INLINE vf choose(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 
 INLINE vf from_bf16(half16 x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
 
-// To the nearest, ties to even; a NaN stays one.
+// Rounds to the nearest, ties to even; NaN stays NaN.
 INLINE half16 to_bf16(vf x) {
 #ifdef __AVX512BF16__
     return (half16)_mm512_cvtneps_pbh((__m512)x);
@@ -44,9 +45,9 @@ INLINE half16 to_bf16(vf x) {
 #endif
 }
 
-INLINE float one_from_bf16(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
+INLINE float scalar_from_bf16(bf16 x) { uint32_t u = (uint32_t)x << 16; float f; memcpy(&f, &u, 4); return f; }
 
-INLINE bf16 one_to_bf16(float f) {
+INLINE bf16 scalar_to_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, 4);
     return f != f ? (u >> 16) | 0x40 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -61,11 +62,11 @@ INLINE void store(void *p, int64_t i, vf x, int is_bf16) {
     else *(vf *)((float *)p + i) = x;
 }
 INLINE vf rounded(vf x, int is_bf16) { return is_bf16 ? from_bf16(to_bf16(x)) : x; }
-INLINE float load_one(const void *p, int64_t i, int is_bf16) {
-    return is_bf16 ? one_from_bf16(((const bf16 *)p)[i]) : ((const float *)p)[i];
+INLINE float load_scalar(const void *p, int64_t i, int is_bf16) {
+    return is_bf16 ? scalar_from_bf16(((const bf16 *)p)[i]) : ((const float *)p)[i];
 }
-INLINE void store_one(void *p, int64_t i, float x, int is_bf16) {
-    if (is_bf16) ((bf16 *)p)[i] = one_to_bf16(x);
+INLINE void store_scalar(void *p, int64_t i, float x, int is_bf16) {
+    if (is_bf16) ((bf16 *)p)[i] = scalar_to_bf16(x);
     else ((float *)p)[i] = x;
 }
 
@@ -90,7 +91,7 @@ INLINE vi dot_int8(vi sum, vi s, vi u) {
 }
 INLINE vi dot_uint8(vi sum, vi u, vi s) { return dot_int8(sum, s, u); }
 
-// The larger; b if one of them is not a number.
+// The larger of the two in each lane; b where one of them is NaN.
 #ifdef __AVX512F__
 INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
 INLINE float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
@@ -119,8 +120,8 @@ INLINE vf exp_of(vf x) { return exp2_of(x * splat(1.44269504088896341f)); }
 
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 
-// One row -> bytes of -most .. most plus a bias, and the scale that it was divided by; NaN if a value is not finite. n is a
-// multiple of 16.
+// Quantises a row x [n] to bytes from -most to most, plus a bias. Returns the scale that the row was divided by; NaN if a
+// value is not finite. n is a multiple of 16.
 INLINE float quantize(const void *x, void *q, int64_t n, float most, int bias, const int is_bf16) {
     vf largest = {0}, poison = {0};
     for (int64_t i = 0; i < n; i += LANES) {

@@ -1,18 +1,18 @@
-// The inner loop of everything: up to ROWS rows of x times two vectors of w, summed over units.
+// The inner loop of all matrix products: up to ROWS rows of x times two vectors of w, summed over units.
 //
 //     out[r][0 .. 31] = sum over k < units of x[r][k] * w[k][0 .. 31]
 //
-// A unit of x is broadcast; accumulators stay in registers, and two vectors of w are read for every 2 * ROWS products.
-// (The compilers keep an array of accumulators in memory, so each is a variable.)
+// A unit of x is broadcast; the sums stay in registers, and two vectors of w are read for every 2 * ROWS products. (Compilers
+// would keep an array of sums in memory, so each sum is a variable.)
 #pragma once
 #include "simd.h"
 
 #ifdef __AVX512F__
 enum { ROWS = 12 };  // 24 accumulators in 32 registers
 #else
-enum { ROWS = 4 };  // where a vector takes several registers more are no faster, and take the compiler long
+enum { ROWS = 4 };  // where a vector takes several registers, more rows are no faster and compile slowly
 #endif
-enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, UINT8 = 3 };  // of bytes one side is unsigned: of INT8 x, of UINT8 w
+enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, UINT8 = 3 };  // of two bytes one is unsigned: with INT8 that of x, with UINT8 that of w
 
 #define EACH_ROW(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11)
 #define ZERO(r) a##r = b##r = zero;
@@ -29,8 +29,8 @@ enum { FLOAT32 = 0, BF16 = 1, INT8 = 2, UINT8 = 3 };  // of bytes one side is un
     } \
     EACH_ROW(KEEP)
 
-// Strides in bytes; `w_second`: how far the second vector lies behind the first; `ahead`: how far behind w lies what will
-// be read next, which is fetched meanwhile, or 0.
+// Strides and distances in bytes. `w_second`: from the first vector to the second. `ahead`: from w to the weights to prefetch
+// for the next call, or 0.
 INLINE void tile_of(const char *x, int64_t x_stride, const char *w, int64_t w_stride, int64_t w_second, int64_t ahead,
                     int64_t units, vi (*out)[2], const int rows, const int type) {
     if (type == BF16) {
@@ -52,7 +52,7 @@ INLINE void tile_of(const char *x, int64_t x_stride, const char *w, int64_t w_st
     }
 }
 
-// The same for up to ROWS / 2 rows times four vectors: the first two, and two that lie `w_pair` behind them.
+// A tile of up to ROWS / 2 rows times four vectors: two that lie together, and two more `w_pair` bytes behind them.
 #define STEP4(r) if (r < rows) { \
         vi u = splat_unit(x + r * x_stride); \
         a##r = DOT(a##r, w0, u); b##r = DOT(b##r, w1, u); c##r = DOT(c##r, w2, u); d##r = DOT(d##r, w3, u); \

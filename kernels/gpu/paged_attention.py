@@ -4,7 +4,7 @@ Per query row, with the scores in base 2 and an online softmax (Milakov and Gime
 keys (FlashAttention-2, arXiv:2307.08691), keys and values read in place from their blocks (arXiv:2309.06180):
 
     s_j = scale * q . k_j          [softcap * tanh(s_j / softcap)]      j visible: j <= position, position - j < window
-    out = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) + exp(sink - m))
+    out = sum_j exp(s_j - m) v_j / sum_j exp(s_j - m)
 
 One program computes BLOCK_Q tokens times the query heads that share one key/value head (packed into the rows of one
 matrix), against one of NUM_SPLITS parts of the keys. The grid
@@ -14,6 +14,9 @@ matrix), against one of NUM_SPLITS parts of the keys. The grid
 is an upper bound on sum(ceil(q_len / BLOCK_Q)) that needs no look at the lengths; a program finds its sequence by
 bisection in `cu_seqlens_q` and leaves at once if there is none. With NUM_SPLITS > 1 every part leaves its maximum, its
 sum and its unnormalised output, and `_reduce_splits` joins them.
+
+Strides are arguments one by one: in a tuple (Triton 3.4 to 3.9 take them) they could be neither declared int64 nor kept
+out of specialisation, so that a kernel would be compiled anew for strides of another width, and for one of 1.
 """
 
 from __future__ import annotations
@@ -22,58 +25,43 @@ import torch
 import triton
 import triton.language as tl
 
+from cbatch.kernels.attention import AttentionSpec, Layout
 from cbatch.kernels.gpu.shapes import attention_shape
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def paged_attention(
-    query: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    max_seq_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: Layout, spec: AttentionSpec
 ) -> torch.Tensor:
     """`reference.paged_attention` on the GPU; returns [T, H, D] in the dtype of `query`.
 
-    `max_seqlen_q` and `max_seq_len` only choose block shapes and splits; an upper bound will do. Index tensors are
-    int32 or int64. A cache in fp8 is multiplied by `k_scale` and `v_scale`. `sinks` [H] float32 are extra scores that
-    take part in the softmax but carry no value. Rows of no sequence are left as they are.
+    `max_seqlen_q` and `max_seq_len` only choose block shapes and splits; an upper bound will do. Rows of no sequence are
+    left as they are.
     """
     num_tokens, num_heads, head_size = query.shape
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
-    num_seqs, group = seq_lens.shape[0], num_heads // num_kv_heads
-    shape = attention_shape(
-        query.device, group, head_size, num_seqs * num_kv_heads, max_seqlen_q, max_seq_len, query.itemsize
-    )
-    splits, padded = shape.num_splits, triton.next_power_of_2(head_size)
+    num_seqs, group = layout.seq_lens.shape[0], num_heads // num_kv_heads
+    longest = layout.max_seqlen_q, layout.max_seq_len
+    shape = attention_shape(query.device, group, head_size, num_seqs * num_kv_heads, *longest, query.itemsize)
+    splits, padded, softcap = shape.num_splits, triton.next_power_of_2(head_size), spec.softcap
     out = torch.empty_like(query)
     parts = query.new_empty((num_tokens, num_heads, splits, padded) if splits > 1 else (1,), dtype=torch.float32)
     sums = query.new_empty((num_tokens, num_heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
     block_q = shape.block_m // triton.next_power_of_2(group)
     _attend[(num_tokens // block_q + num_seqs, num_kv_heads, splits)](
-        out, query, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, parts, sums,
-        query if sinks is None else sinks,
-        scale * k_scale * _LOG2E.value, softcap * _LOG2E.value, scale * k_scale / softcap if softcap else 0.0, v_scale,
-        num_seqs,
-        *query.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], block_tables.stride(0),
+        out, query, k_cache, v_cache, layout.block_tables, layout.seq_lens, layout.cu_seqlens_q, parts, sums,
+        spec.scale * _LOG2E.value, softcap * _LOG2E.value, spec.scale / softcap if softcap else 0.0, num_seqs,
+        *query.stride()[:2], *out.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+        layout.block_tables.stride(0),
         NUM_HEADS=num_heads, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), HEAD=head_size, HEAD_PAD=padded,
-        BLOCK_SIZE=block_size, BLOCK_M=shape.block_m, BLOCK_Q=block_q, TILE=shape.tile, WINDOW=window,
-        SOFTCAP=softcap > 0, SINKS=sinks is not None, NUM_SPLITS=splits,
+        BLOCK_SIZE=block_size, BLOCK_M=shape.block_m, BLOCK_Q=block_q, TILE=shape.tile, WINDOW=spec.window,
+        SOFTCAP=softcap > 0, NUM_SPLITS=splits,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
     if splits > 1:
         _reduce_splits[(num_tokens, num_heads)](
-            out, parts, sums, cu_seqlens_q, num_seqs, v_scale, *out.stride()[:2],
+            out, parts, sums, layout.cu_seqlens_q, num_seqs, *out.stride()[:2],
             NUM_HEADS=num_heads, HEAD=head_size, HEAD_PAD=padded, NUM_SPLITS=splits, num_warps=4,
         )  # fmt: skip
     return out
@@ -81,7 +69,7 @@ def paged_attention(
 
 @triton.jit
 def _find_sequence(cu_ptr, q_block, num_seqs, BLOCK_Q: tl.constexpr):
-    """The last sequence whose first query block, cu[s] // BLOCK_Q + s, is not behind `q_block`."""
+    """The sequence that a query block belongs to: the last whose first block, cu[s] // BLOCK_Q + s, is `q_block` or less."""
     low = 0
     high = num_seqs
     while low < high:
@@ -101,7 +89,7 @@ def _tile(
     HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values. Not MASKED: every row sees every key of it."""
+    """Attend to one tile of keys and values. Not MASKED: every row sees every key of the tile."""
     key = tile * TILE + tl.arange(0, TILE)
     dim = tl.arange(0, HEAD_PAD)
     inside = key < stop
@@ -140,14 +128,14 @@ def _tile(
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _attend(
-    out_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, cu_ptr, parts_ptr, sums_ptr, sinks_ptr,
-    scale_log2, cap_log2, inv_cap, v_scale, num_seqs,
+    out_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, seq_lens_ptr, cu_ptr, parts_ptr, sums_ptr,
+    scale_log2, cap_log2, inv_cap, num_seqs,
     q_token: tl.int64, q_head: tl.int64, out_token: tl.int64, out_head: tl.int64,
     k_block: tl.int64, k_slot: tl.int64, k_head: tl.int64, v_block: tl.int64, v_slot: tl.int64, v_head: tl.int64,
     table_stride: tl.int64,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    SOFTCAP: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     q_block = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -192,11 +180,6 @@ def _attend(
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=row_ok, other=0.0).to(tl.float32) * _LOG2E
-        if split == 0:
-            top = sink
-            total += 1.0
     acc = tl.zeros([BLOCK_M, HEAD_PAD], tl.float32)
     table_ptr = tables_ptr + seq * table_stride
     if WINDOW > 0:
@@ -225,14 +208,14 @@ def _attend(
         tl.store(sums_ptr + part * 2 + 1, total, mask=row_ok)
         tl.store(parts_ptr + part[:, None] * HEAD_PAD + dim[None, :], acc, mask=q_mask)
     else:
-        result = acc * (v_scale / tl.where(row_ok, total, 1.0))[:, None]
+        result = acc * (1.0 / tl.where(row_ok, total, 1.0))[:, None]
         out_at = out_ptr + token[:, None] * out_token + head[:, None] * out_head + dim[None, :]
         tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=q_mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
 def _reduce_splits(
-    out_ptr, parts_ptr, sums_ptr, cu_ptr, num_seqs, v_scale, out_token: tl.int64, out_head: tl.int64,
+    out_ptr, parts_ptr, sums_ptr, cu_ptr, num_seqs, out_token: tl.int64, out_head: tl.int64,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of one head of one token: each weighs exp2(its maximum - the maximum of all)."""
@@ -247,5 +230,5 @@ def _reduce_splits(
     weight = tl.math.exp2(top - tl.max(top, axis=0))
     total = tl.sum(tl.load(sums_ptr + part * 2 + 1) * weight, axis=0)
     values = tl.load(parts_ptr + part[:, None] * HEAD_PAD + dim[None, :], mask=(dim < HEAD)[None, :], other=0.0)
-    result = tl.sum(values * weight[:, None], axis=0) * (v_scale / total)
+    result = tl.sum(values * weight[:, None], axis=0) * (1.0 / total)
     tl.store(out_ptr + token * out_token + head * out_head + dim, result.to(out_ptr.dtype.element_ty), mask=dim < HEAD)
