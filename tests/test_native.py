@@ -327,16 +327,16 @@ def test_query_and_key_are_normed_and_rotated(
     merged = torch.randn(37, 10 * size).to(dtype)
     query, key, value = (x.view(37, -1, size) for x in merged.split([6 * size, 2 * size, 2 * size], -1))
     angles = torch.randn(37, rotary // 2).repeat(1, 2)
-    rotary = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+    rotation = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
     weights = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norms else (None, None)
     head_norms = HeadNorms(*weights, 1e-6, 1.0)
     caches, plain = [[torch.full((2, 32, 2, size), 7.0, dtype=dtype) for _ in range(2)] for _ in range(2)]
     slots = torch.randperm(64)[:37]
     slots[11] = -1
     rotated = query.clone()
-    reference.rope_store_kv(rotated, key, value, *plain, slots, rotary, head_norms)
+    reference.rope_store_kv(rotated, key, value, *plain, slots, rotation, head_norms)
     untouched = merged[:, 6 * size :].clone()
-    c.rope_store_kv(query, key, value, *caches, slots, rotary, head_norms)
+    c.rope_store_kv(query, key, value, *caches, slots, rotation, head_norms)
     assert torch.equal(merged[:, 6 * size :], untouched)
     keys, values = map(read_back, caches, KEYS_AND_VALUES)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02

@@ -96,6 +96,9 @@ def test_generation_is_from_the_first_step_to_the_last_completion() -> None:
     stats.count_step(step_record(scheduler.schedule(), scheduler))
     stats.finished(completion(0, Output("a", (), "stop")))
     stats.finished(completion(1, Output("b", (), "stop")))
+    assert stats.first_step_at
+    assert stats.first_completion_at
+    assert stats.last_completion_at
     assert stats.started_at < stats.first_step_at < stats.first_completion_at < stats.last_completion_at
     assert stats.generation_seconds == stats.last_completion_at - stats.first_step_at
 

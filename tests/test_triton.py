@@ -84,7 +84,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_paged_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = {"heads": 4, "kv_heads": 2, "head_size": 64, "block_size": 16, "window": 0, "softcap": 0.0, "splits": 1}
+    case: dict[str, Any] = {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_size": 64,
+        "block_size": 16,
+        "window": 0,
+        "softcap": 0.0,
+        "splits": 1,
+    }
     case = {**case, "dtype": torch.float32, "fp8": False, **CASES[name]}
     dtype, head_size = case["dtype"], case["head_size"]
     k, v, layout = paged(case["lengths"], case["kv_heads"], head_size, case["block_size"], dtype)
@@ -194,7 +202,7 @@ def test_rms_norm(size: int, offset: float, dtype: torch.dtype, with_residual: b
     out = rms_norm.rms_norm(x, weight, 1e-5, ours, offset)
     want = reference.rms_norm(x, weight, 1e-5, theirs, offset)
     assert error(out, want) < TOLERANCE[dtype]
-    assert ours is None or torch.equal(ours, theirs)  # type: ignore[arg-type]
+    assert ours is None or torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("size", [1, 100, 3000])
@@ -259,7 +267,7 @@ PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05])
         ({"temperature": 1e-6}, {0}),
     ],
 )
-def test_the_sampler_keeps_what_its_filters_say(settings: dict[str, float], kept: set[int]) -> None:
+def test_the_sampler_keeps_what_its_filters_say(settings: dict[str, Any], kept: set[int]) -> None:
     assert set(draw(PROBS.log().repeat(100, 1), **settings).tolist()) == kept
 
 

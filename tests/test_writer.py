@@ -5,6 +5,7 @@ import io
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ class Recorder(StreamSink):
         self.synced: list[int] = []
         self.fail_at, self.gate = fail_at, gate
 
-    def write(self, completions: list[Completion]) -> None:
+    def write(self, completions: Sequence[Completion]) -> None:
         if self.gate:
             assert self.gate.wait(10)
         self.rows += [completion.row.index for completion in completions]
