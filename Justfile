@@ -1,3 +1,5 @@
+set positional-arguments := true
+
 python := ".venv/bin/python"
 
 # List the recipes
@@ -17,15 +19,15 @@ demo: setup
 
 # Run the tests on all CPUs, a file at a time; arguments go to pytest
 test *args: setup
-    {{python}} -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder {{args}}
+    {{python}} -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"
 
 # Prove and measure the GPU path on a GPU; needs torch, triton and transformers, no installation
 gpu-check *args:
-    PYTHONPATH=. $(test -x {{python}} && echo {{python}} || echo python3) -m tests.gpu_check {{args}}
+    PYTHONPATH=. $(test -x {{python}} && echo {{python}} || echo python3) -m tests.gpu_check "$@"
 
 # Measure what 8 bits cost a model: just quality MODEL
 quality *args: setup
-    {{python}} -m tests.quality {{args}}
+    {{python}} -m tests.quality "$@"
 
 # Check style and types
 lint: setup
