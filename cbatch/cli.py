@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Optional, get_args, get_origin
 
 import typer
 
@@ -104,13 +104,13 @@ def _bench(**values: Any) -> None:
 
 
 def _config(values: dict[str, Any]) -> RunConfig:
-    return RunConfig(**{one.name: _part(one.name, values) for one in fields(RunConfig)})
+    return RunConfig(**{panel.name: _part(panel.name, values) for panel in fields(RunConfig)})
 
 
 def _part(panel: str, values: dict[str, Any]) -> Any:
-    """The settings of one panel."""
+    """The settings of a panel; UsageError names the flag of a value that can't be."""
     _, kind = _PANELS[panel]
-    given = {one.name: values[one.name] for one in fields(kind) if one.name in values}
+    given = {name: values[name] for name in declared(kind) if name in values}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
         return kind(**given)
@@ -127,30 +127,30 @@ def _command(function: Callable[..., None], name: str, panels: list[str]) -> Non
         parameters.insert(0, _parameter("inputs", inputs))
     for panel in panels:
         title, kind = _PANELS[panel]
-        hints = get_type_hints(kind)
-        parameters += [_option(one, hints[one.name], title) for one in fields(kind) if one.metadata]
+        parameters += [_option(spec, hint, title) for spec, hint in declared(kind).values() if spec.metadata]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    function.__annotations__ = {one.name: one.annotation for one in parameters}
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name)(function)
 
 
-def _option(one: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
-    kind, default = hint, one.default
+def _option(spec: Field[Any], hint: Any, panel: str) -> inspect.Parameter:
+    """The parameter of a command that sets this field, as typer wants it."""
+    kind, default = hint, spec.default
     if get_origin(hint) is tuple:
         kind, default = list[get_args(hint)[0]], []  # type: ignore[misc]
-    names = flag_names(one)
+    names = flag_names(spec)
     if bool in (kind, *get_args(kind)):
-        names = ["/".join(names)]  # one to turn it on, one to turn it off
-    choices = ", ".join(one.metadata.get("choices") or ())
+        names = ["/".join(names)]  # the flag that turns it on, and the flag that turns it off
+    choices = ", ".join(spec.metadata.get("choices") or ())
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     option = typer.Option(
         *names,
-        help=one.metadata["help"] + (f" ({choices})" if choices else ""),
+        help=spec.metadata["help"] + (f" ({choices})" if choices else ""),
         rich_help_panel=panel,
         metavar=_METAVARS.get(kinds.pop()),  # short, so that the names of the flags fit beside them
         show_default=default is not None and default != "" and default != [],
     )
-    return _parameter(one.name, Annotated[kind, option], default)
+    return _parameter(spec.name, Annotated[kind, option], default)
 
 
 def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -189,6 +189,6 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
         raise UsageError(f"--config {path}: {error}") from None
 
 
-_command(_run, "run", [one.name for one in fields(RunConfig)])
+_command(_run, "run", [panel.name for panel in fields(RunConfig)])
 _command(_check, "check", ["input", "prompt", "sampling", "engine", "output"])
 _command(_bench, "bench", ["bench", "engine"])

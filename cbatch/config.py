@@ -95,7 +95,7 @@ class SamplingParams(Settings):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def override(self, values: Mapping[str, Any]) -> SamplingParams:
-        """These settings with some replaced; null leaves one as it is. ValueError if a name or a value is wrong."""
+        """These settings with some replaced; null leaves a setting as it is. ValueError if a name or a value is wrong."""
         names = field_names(SamplingParams)
         if unknown := [name for name in values if name not in names]:
             raise ValueError(f"unknown sampling parameter {unknown[0]!r}")
@@ -198,7 +198,7 @@ class OutputConfig(Settings):
 
 @dataclass(frozen=True)
 class TaskConfig(Settings):
-    """This process as one of several, with a time that ends."""
+    """This process as one task of several (a rank), and the time it has."""
 
     shard: str | None = option(
         None,

@@ -1,4 +1,4 @@
-"""What a job is going to do: found out from its settings and the model's files, before any weight is read."""
+"""Checks of a job's settings and first rows, and how its prompts are made: all before any weight is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from cbatch.config import RunConfig, SamplingParams
-from cbatch.errors import RowError, UsageError
+from cbatch.errors import RowError, SettingError, UsageError
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
 from cbatch.rows.prompt import PromptBuilder
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from cbatch.model.loader import ModelFiles
 
 _FIRST_ROWS = 20  # looked at before anything is loaded
+_GENERATION_CONFIG = {  # transformers' names -> cbatch's
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+}
 _RECORDED_AS = {"stop_token_ids": "stop_token_id"}  # manifests keep the name that the setting had at first
 
 
@@ -33,15 +41,18 @@ def check_settings(config: RunConfig) -> None:
 
 
 def check_rank(config: RunConfig, rank: Rank, single_file: bool) -> None:
-    """UsageError if a task with a share of the rows can't do what is asked for."""
-    output, problems = config.output, {}
-    problems["standard input can't be read by several tasks."] = "-" in config.input.inputs
-    problems[f"{output.output}: one file can't take the rows of several tasks; name a folder."] = single_file
-    problems["--ordered needs all rows in one task."] = output.ordered
-    problems["--overwrite: a task can't tell what others wrote since; remove OUT before they start."] = output.overwrite
-    problems["--retry-failed needs OUT to itself; run it when all tasks have ended."] = output.retry_failed
-    for problem, is_there in problems.items():
-        if is_there and not rank.is_whole:
+    """UsageError if a task that is one of several can't do what is asked for."""
+    if rank.is_whole:
+        return
+    output = config.output
+    for is_asked, problem in (
+        ("-" in config.input.inputs, "standard input can't be read by several tasks."),
+        (single_file, f"{output.output}: one file can't take the rows of several tasks; name a folder."),
+        (output.ordered, "--ordered needs all rows in one task."),
+        (output.overwrite, "--overwrite: a task can't tell what others wrote since; remove OUT before they start."),
+        (output.retry_failed, "--retry-failed needs OUT to itself; run it when all tasks have ended."),
+    ):
+        if is_asked:
             raise UsageError(f"{problem} This is {rank}; --shard none does all rows in one task")
 
 
@@ -53,28 +64,20 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
         first = list(islice(source.rows(), _FIRST_ROWS))
         if first and first[0].digest == BROKEN_DIGEST:
             raise UsageError(str(first[0].problem))
-        rows = [row for row in first if not row.problem]
-        if rows and config.prompt.template:
-            check_template(config.prompt.template, rows)
-        names = {config.prompt.prompt_column, "messages", "token_ids"}
-        if (
-            rows
-            and not config.prompt.template
-            and not any(names & row.data.keys() or openai.is_request(row) for row in rows)
-        ):
-            columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
-            raise UsageError(
-                f"{source.name}: no column {config.prompt.prompt_column!r}, 'messages' or 'token_ids'. "
-                f"Columns: {columns:.500}. Name one with --prompt-column, or make a prompt with --template."
-            )
-        for row in rows:
-            try:
+        if not (rows := [row for row in first if not row.problem]):
+            continue
+        if config.prompt.template:
+            _check_template(config.prompt.template, rows)
+        else:
+            _check_prompt_column(source, config.prompt.prompt_column, rows)
+        try:
+            for row in rows:
                 shape.check(row)
-            except RowError as error:
-                raise UsageError(str(error)) from None
+        except RowError as error:
+            raise UsageError(str(error)) from None
 
 
-def check_template(template: str, rows: Sequence[Row]) -> None:
+def _check_template(template: str, rows: Sequence[Row]) -> None:
     """UsageError if the template fails on all of these rows, which is more likely its fault than theirs."""
     compiled, errors = compiled_template(template), []
     for row in rows:
@@ -86,30 +89,36 @@ def check_template(template: str, rows: Sequence[Row]) -> None:
         raise UsageError(f"--template fails on {errors[0]}")
 
 
+def _check_prompt_column(source: Source, column: str, rows: Sequence[Row]) -> None:
+    """UsageError if none of these rows has a column that can hold a prompt."""
+    names = {column, "messages", "token_ids"}
+    if any(names & row.data.keys() or openai.is_request(row) for row in rows):
+        return
+    columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
+    raise UsageError(
+        f"{source.name}: no column {column!r}, 'messages' or 'token_ids'. "
+        f"Columns: {columns:.500}. Name one with --prompt-column, or make a prompt with --template."
+    )
+
+
 def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:
     """The settings of rows that have none of their own; `--generation-config model` lets the model decide first."""
     if config.engine.generation_config != "model":
         return config.sampling
-    generation = files.generation_config
-    given = {
-        "max_new_tokens": "max_tokens",
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-    }
-    untouched = SamplingParams()
+    model, untouched = files.generation_config, SamplingParams()
     values = {
-        name: generation[key]
-        for key, name in given.items()
-        if generation.get(key) is not None and getattr(config.sampling, name) == getattr(untouched, name)
+        name: model[key]
+        for key, name in _GENERATION_CONFIG.items()
+        if model.get(key) is not None and getattr(config.sampling, name) == getattr(untouched, name)
     }
-    if not generation.get("do_sample") and "temperature" in values:
+    if not model.get("do_sample") and "temperature" in values:
         values["temperature"] = 0.0
-    elif generation.get("do_sample") and config.sampling.temperature == untouched.temperature:
+    elif model.get("do_sample") and config.sampling.temperature == untouched.temperature:
         values.setdefault("temperature", 1.0)
-    return config.sampling.override(values)
+    try:
+        return config.sampling.override(values)
+    except SettingError as error:
+        raise UsageError(f"--generation-config model: {files.name}: {error}") from None
 
 
 def prompt_builder(config: RunConfig, files: ModelFiles, max_model_len: int) -> PromptBuilder:

@@ -28,7 +28,7 @@ BAD: list[Any] = [{"prompt": ""}, {"prompt": 5}, "{broken", {"prompt": "x" * 200
 
 def write(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in rows))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
@@ -67,7 +67,7 @@ def test_lengths_add_up_to_what_the_tokenizer_counts(
 ) -> None:
     check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD)))
     out = capsys.readouterr().out
-    lengths = [len(make_tokenizer()(one["prompt"])["input_ids"]) for one in GOOD]
+    lengths = [len(make_tokenizer()(row["prompt"])["input_ids"]) for row in GOOD]
     assert f"{sum(lengths):,} in prompts: {min(lengths)} to {max(lengths):,}, " in out
     bars = re.findall(r"^ +([\d,]+) to ([\d,]+) #* +(\d+)$", out, re.MULTILINE)
     assert sum(int(count) for *_, count in bars) == len(GOOD)

@@ -63,7 +63,7 @@ def parsed(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunConf
 
 def jsonl(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in rows))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
@@ -85,10 +85,10 @@ def test_every_setting_has_a_flag_with_help_and_the_documented_default(
     code, out, _ = call("run", "--help")
     assert code == 0
     for kind in (PromptConfig, SamplingParams, EngineConfig, OutputConfig, DisplayConfig):
-        for one in fields(kind):
-            flag = (one.metadata.get("flags") or "--" + one.name.replace("_", "-")).split("/")[0]
+        for spec in fields(kind):
+            flag = (spec.metadata.get("flags") or "--" + spec.name.replace("_", "-")).split("/")[0]
             assert flag in out
-            assert len(one.metadata["help"]) > 10
+            assert len(spec.metadata["help"]) > 10
     config = parsed("in.jsonl")
     assert config.input == InputConfig(("in.jsonl",))
     assert (config.prompt, config.sampling, config.engine) == (PromptConfig(), SamplingParams(), EngineConfig())
@@ -310,15 +310,15 @@ def test_a_bad_row_costs_no_other_and_every_row_is_accounted_for(call: Call, tmp
     source, out = jsonl(tmp_path / "in.jsonl", *good, *MIXED), tmp_path / "out"
     code, stdout, err = call("run", source, "-m", tiny_model, "-o", out, "--max-tokens", 3)
     assert (code, stdout) == (3, "")
-    found = sorted(shard(out), key=lambda one: one["row"])
-    assert [one["row"] for one in found] == list(range(20 + len(MIXED)))
-    assert [one["error_kind"] for one in found[20:]] == KINDS
-    for number, one in enumerate(found):
-        failed = one["error"] is not None
-        assert (one["completion"] is None) == failed == (one["finish_reason"] == "error")
-        assert not failed or f"in.jsonl:{number + 1}: " in one["error"]
-        assert failed or one["completion_tokens"] > 0
-    assert [one["id"] for one in found[20:23]] == ["a", "a", 1]
+    found = sorted(shard(out), key=lambda record: record["row"])
+    assert [record["row"] for record in found] == list(range(20 + len(MIXED)))
+    assert [record["error_kind"] for record in found[20:]] == KINDS
+    for number, record in enumerate(found):
+        failed = record["error"] is not None
+        assert (record["completion"] is None) == failed == (record["finish_reason"] == "error")
+        assert not failed or f"in.jsonl:{number + 1}: " in record["error"]
+        assert failed or record["completion_tokens"] > 0
+    assert [record["id"] for record in found[20:23]] == ["a", "a", 1]
     assert found[21]["completion_tokens"] == 2
     half, separators, big = found[32:35]
     assert (half["id"], half["meta"], half["prompt"]) == ("\ufffd", {"k": ["\ufffd"]}, "half \ufffd whole \U0001f600")
@@ -342,15 +342,15 @@ def test_other_libraries_read_the_output(call: Call, tmp_path: Path, tiny_model:
     parts = sorted(out.glob("part-*.jsonl"))
     assert len(parts) == 4
     lines = [line for part in parts for line in part.read_bytes().splitlines()]
-    mine = sorted((json.loads(line) for line in lines), key=lambda one: one["row"])
-    assert [one["id"] for one in mine] == list(range(31))
-    assert sorted(map(orjson.loads, lines), key=lambda one: one["row"]) == mine
-    by_arrow = [one for part in parts for one in pj.read_json(part).to_pylist()]
-    assert [one["completion"] for one in sorted(by_arrow, key=lambda one: one["row"])] == [
-        one["completion"] for one in mine
+    mine = sorted((json.loads(line) for line in lines), key=lambda record: record["row"])
+    assert [record["id"] for record in mine] == list(range(31))
+    assert sorted(map(orjson.loads, lines), key=lambda record: record["row"]) == mine
+    by_arrow = [record for part in parts for record in pj.read_json(part).to_pylist()]
+    assert [record["completion"] for record in sorted(by_arrow, key=lambda record: record["row"])] == [
+        record["completion"] for record in mine
     ]
     by_pandas = pd.concat([pd.read_json(part, lines=True) for part in parts]).sort_values("row")
-    assert by_pandas["prompt"].tolist() == [one["prompt"] for one in mine]
+    assert by_pandas["prompt"].tolist() == [record["prompt"] for record in mine]
     loaded = datasets.load_dataset(
         "json", data_files=[str(part) for part in parts], split="train", cache_dir=str(tmp_path / "cache")
     )
@@ -383,16 +383,20 @@ def test_rows_that_all_fail_need_no_engine(
     monkeypatch.setattr("cbatch.engine.start.start_engine", None)
     source = jsonl(tmp_path / "in.jsonl", {"prompt": ""}, {"token_ids": []}, "[]")
     assert call("run", source, "-m", tiny_model, "-o", tmp_path / "out", "--raw")[0] == 3
-    assert [one["error_kind"] for one in shard(tmp_path / "out")] == ["empty_prompt", "empty_prompt", "not_an_object"]
+    assert [record["error_kind"] for record in shard(tmp_path / "out")] == [
+        "empty_prompt",
+        "empty_prompt",
+        "not_an_object",
+    ]
 
 
 def test_standard_input_to_standard_output(cbatch: Cbatch, tiny_model: Path) -> None:
     rows = '{"id": 1, "prompt": "a\u2028b"}\r\n\n{"id": 2, "prompt": ""}\n{broken\n{"id": 3, "prompt": "c"}'
     done = cbatch("run", "-", "-m", tiny_model, "-o", "-", "--max-tokens", 3, "--raw", stdin=rows)
     assert done.returncode == 3, done.stderr
-    found = sorted(map(json.loads, done.stdout.splitlines()), key=lambda one: one["row"])
-    assert [one["error_kind"] for one in found] == [None, "empty_prompt", "invalid_json", None]
-    assert {one["source"] for one in found} == {"-"}
+    found = sorted(map(json.loads, done.stdout.splitlines()), key=lambda record: record["row"])
+    assert [record["error_kind"] for record in found] == [None, "empty_prompt", "invalid_json", None]
+    assert {record["source"] for record in found} == {"-"}
     assert found[0]["prompt"] == "a\u2028b"
 
 
@@ -413,7 +417,7 @@ def test_a_folder_that_holds_its_own_output(call: Call, tmp_path: Path, tiny_mod
     for _ in range(2):  # the second time there is an output
         code, _, err = call("run", tmp_path, "-m", tiny_model, "-o", tmp_path / "out", "--max-tokens", 2)
         assert code == 0, err
-        assert sorted(Path(one["source"]).name for one in shard(tmp_path / "out")) == ["a.jsonl", "b.jsonl"]
+        assert sorted(Path(record["source"]).name for record in shard(tmp_path / "out")) == ["a.jsonl", "b.jsonl"]
 
 
 def test_a_template_with_an_error_leaves_nothing_behind(call: Call, tmp_path: Path, tiny_model: Path) -> None:
@@ -438,11 +442,11 @@ def test_parquet_shards_share_one_schema_and_lose_nothing(
     assert len(list(out.glob("part-*.parquet"))) == 5
     assert len({str(pq.read_schema(part)) for part in out.glob("part-*.parquet")}) == 1
     found = pq.ParquetDataset(out).read().to_pylist()
-    assert [one["row"] for one in found] == list(range(45)) or not ordered
-    found.sort(key=lambda one: one["row"])
-    assert [one["id"] for one in found] == list(range(45))
-    assert [one["error_kind"] for one in found] == [None] * 30 + ["empty_prompt"] + [None] * 14
-    assert [one["late"] for one in found if one["late"]] == ["here"]
+    assert [record["row"] for record in found] == list(range(45)) or not ordered
+    found.sort(key=lambda record: record["row"])
+    assert [record["id"] for record in found] == list(range(45))
+    assert [record["error_kind"] for record in found] == [None] * 30 + ["empty_prompt"] + [None] * 14
+    assert [record["late"] for record in found if record["late"]] == ["here"]
     assert (found[0]["meta"], found[25]["meta"], found[30]["meta"]) == ('{"lang": null}', '{"lang": "en"}', None)
     assert (found[25]["score"], found[40]["score"], found[25]["tags"]) == ("1", "1.5", '["a"]')
     lines = {part: part.read_bytes() for part in out.iterdir() if part.is_file()}
@@ -458,14 +462,14 @@ def test_the_same_rows_as_jsonl_and_parquet_give_the_same_completions(
         {"id": 1, "messages": [user]},
         {"id": 2, "messages": [{"role": "system", "content": "s", "name": "n"}, user]},
     ]
-    pq.write_table(pa.table({"id": [1, 2], "messages": [one["messages"] for one in rows]}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"id": [1, 2], "messages": [row["messages"] for row in rows]}), tmp_path / "in.parquet")
     jsonl(tmp_path / "in.jsonl", *rows)
     found = []
     for suffix in ("jsonl", "parquet"):
         out = tmp_path / f"of-{suffix}-rows"
         args = ("-m", tiny_model, "-o", out, "--max-tokens", 5, "--temperature", 1, "--seed", 3)
         assert call("run", tmp_path / f"in.{suffix}", *args)[0] == 0
-        by_id = {one["id"]: (one["completion"], one["prompt_tokens"]) for one in shard(out)}
+        by_id = {record["id"]: (record["completion"], record["prompt_tokens"]) for record in shard(out)}
         found.append(by_id)
     assert found[0] == found[1]
     assert len(found[0]) == 2
@@ -485,7 +489,7 @@ def test_openai_requests_are_answered_in_openais_shape(call: Call, tmp_path: Pat
     code, _, _ = call("run", source, "-m", tiny_model, "-o", tmp_path / "out.jsonl", "--ordered")
     assert code == 3
     chat, text, bad = records(tmp_path / "out.jsonl")
-    assert [one["custom_id"] for one in (chat, text, bad)] == ["chat", "text", "bad"]
+    assert [record["custom_id"] for record in (chat, text, bad)] == ["chat", "text", "bad"]
     assert chat["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     assert chat["response"]["body"]["usage"]["completion_tokens"] == 3
     assert text["response"]["body"]["usage"]["completion_tokens"] == 2

@@ -30,7 +30,7 @@ EDGES: list[tuple[str, list[Any], list[Any]]] = [
 
 
 def test_every_setting_has_its_edges_tested() -> None:
-    assert [name for name, _, _ in EDGES] == [one.name for one in fields(SamplingParams)]
+    assert [name for name, _, _ in EDGES] == [spec.name for spec in fields(SamplingParams)]
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, good, _ in EDGES for value in good])
@@ -113,7 +113,7 @@ json_values = st.recursive(
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from([one.name for one in fields(SamplingParams)]), json_values)
+@given(st.sampled_from([spec.name for spec in fields(SamplingParams)]), json_values)
 def test_any_json_value_is_taken_or_refused_and_nothing_else(name: str, value: Any) -> None:
     try:
         params = SamplingParams().override({name: value})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,16 @@ import pytest
 import torch
 
 import cbatch.engine.plan
-from cbatch.config import EngineConfig
+from cbatch import plan as job_plan
+from cbatch.config import (
+    DisplayConfig,
+    EngineConfig,
+    InputConfig,
+    OutputConfig,
+    PromptConfig,
+    RunConfig,
+    SamplingParams,
+)
 from cbatch.engine.places import Place, find_places
 from cbatch.engine.plan import EnginePlan, resolve, resolve_dtype
 from cbatch.errors import UsageError
@@ -119,3 +129,37 @@ def test_weights_are_counted_without_being_read(tiny_model: Path, tmp_path: Path
     for content in (b"", b"{", b"\xff" * 99, b"\x02" + bytes(7) + b"[]", b"\x02" + bytes(7) + b"{"):
         (tmp_path / "model.safetensors").write_bytes(content)
         assert num_weights(tmp_path) == 0
+
+
+# The manifest
+
+
+def test_a_manifest_keeps_its_names_so_that_older_jobs_can_go_on(tiny_model: Path) -> None:
+    files, sampling = locate(str(tiny_model)), SamplingParams(seed=1, stop_token_ids=(7,), stop=("x",))
+    engine = EngineConfig(device="cpu", dtype="float32", kv_cache_dtype="int8", threads=1)
+    config = RunConfig(InputConfig(), PromptConfig(), sampling, engine, OutputConfig(), DisplayConfig())
+    plan = plan_for(tiny_model, dtype="float32", kv_cache_dtype="int8")
+    recorded = job_plan.settings(config, plan, job_plan.prompt_builder(config, files, plan.max_model_len), files, [])
+    assert {name: value for name, value in recorded.items() if not name.startswith("model ")} == {
+        **{"max_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+        **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": ["x"], "stop_token_id": [7]},
+        **{"ignore_eos": False, "min_tokens": 0, "seed": 1, "prompt_column": "prompt", "template": None},
+        **{"system": None, "chat": True, "max_model_len": 512, "truncate": None, "inputs": [], "input sizes": []},
+        **{"dtype": "float32", "quantization": None, "kv_cache_dtype": "int8", "load_format": "auto"},
+    }
+
+
+def test_a_models_own_sampling_settings_that_can_not_be_are_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    files = locate(str(save_copy(tiny_model, tmp_path / "model", '{"max_new_tokens": 0}')))
+    config = RunConfig(
+        *(InputConfig(), PromptConfig(), SamplingParams(), EngineConfig(generation_config="model")),
+        *(OutputConfig(), DisplayConfig()),
+    )
+    with pytest.raises(UsageError, match=r"--generation-config model: .*max_tokens must be at least 1"):
+        job_plan.sampling_defaults(config, files)
+
+
+def save_copy(model: Path, folder: Path, generation_config: str) -> Path:
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").write_text(generation_config)
+    return folder

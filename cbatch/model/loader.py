@@ -1,4 +1,4 @@
-"""A path or a name -> model and tokenizer."""
+"""Finds a model by path or name, and loads its configuration, tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelFiles:
 
     @property
     def _where(self) -> dict[str, Any]:
-        """What `from_pretrained` is told. Unless it is told not to run a model's code, it asks standard input."""
+        """Arguments of `from_pretrained` that name the model. Unless told not to run a model's code, it asks standard input."""
         if self.path.suffix == ".gguf":
             name = {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
         else:
@@ -67,7 +67,7 @@ class ModelFiles:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """What the model's generation_config.json says; empty without one."""
+        """The settings in the model's generation_config.json; empty without such a file."""
         from transformers import GenerationConfig
 
         if not (self.path / "generation_config.json").is_file():
@@ -82,11 +82,11 @@ class ModelFiles:
     def context(self) -> int:
         """Positions that the model can tell apart, in tokens."""
         text = self.config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
-        ropes = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-        for one in ropes:
-            if one.get("rope_type") in _BOUND_TO_CONTEXT:
-                original = one.get("original_max_position_embeddings") or getattr(
+        parameters = getattr(text, "rope_parameters", None) or {}
+        ropes = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+        for rope in ropes:
+            if rope.get("rope_type") in _BOUND_TO_CONTEXT:
+                original = rope.get("original_max_position_embeddings") or getattr(
                     text, "original_max_position_embeddings", None
                 )
                 return int(original or text.max_position_embeddings)
@@ -118,7 +118,7 @@ class ModelFiles:
             raise UsageError(f"{self.name}: models of type {self.config.model_type} ({reason}) are not supported")
 
     def fingerprint(self) -> dict[str, Any]:
-        """What makes completions differ: the names, sizes and contents of the files.
+        """Digests of the files that completions depend on, by file name.
 
         Of a large file 256 pieces of 4 KiB are read, evenly spread; a file of the Hub's cache is known by its hash.
         """
@@ -127,37 +127,18 @@ class ModelFiles:
         return {f"model {name}": digest for name, digest in digests.items()}
 
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
-        """The model in evaluation mode, its attention routed to cbatch."""
+        """The model in evaluation mode, its attention routed to cbatch. `dtype`: as torch names it."""
         import torch
         from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, GgufConfig
         from transformers.utils import logging
 
         from cbatch.model.attention import NAME
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-
-        settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+        load = self._with_random_weights if dummy else self._with_weights
         try:
-            if dummy:
-                torch.manual_seed(0)
-                with torch.device(device):
-                    model = AutoModelForCausalLM.from_config(self.config, **settings, trust_remote_code=False)
-            else:
-                if self.path.suffix == ".gguf":
-                    settings["quantization_config"] = GgufConfig(dequantize=True)
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    **self._where,
-                    **settings,
-                    use_safetensors=True,
-                    device_map=None if device == "cpu" else {"": device},
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                )
-                unset = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
-                if unset:  # transformers leaves them random
-                    raise ValueError(f"{len(unset)} are missing or of another shape, {min(unset)} among them")
+            model = load(device, dtype=getattr(torch, dtype), attn_implementation=NAME)
         except KeyError as error:
             if error.args != (NAME,):
                 raise
@@ -168,6 +149,33 @@ class ModelFiles:
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise Fatal(f"{self.name}: can't load the weights: {error}") from None
         return model.to(device).eval()  # to() does nothing where the weights are there already
+
+    def _with_random_weights(self, device: str, **settings: Any) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(self.config, **settings, trust_remote_code=False)
+
+    def _with_weights(self, device: str, **settings: Any) -> Any:
+        """The model with the weights of its files; ValueError if some of them are missing."""
+        from transformers import AutoModelForCausalLM, GgufConfig
+
+        if self.path.suffix == ".gguf":
+            settings["quantization_config"] = GgufConfig(dequantize=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            **self._where,
+            **settings,
+            use_safetensors=True,
+            device_map=None if device == "cpu" else {"": device},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+        unset = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+        if unset:  # transformers leaves them random
+            raise ValueError(f"{len(unset)} are missing or of another shape, {min(unset)} among them")
+        return model
 
 
 def locate(name: str) -> ModelFiles:
