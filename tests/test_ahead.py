@@ -58,8 +58,8 @@ def test_rows_are_the_same_one_step_ahead(model: Any, kind: str) -> None:
     for seed in range(12):
         behind, engine_behind = rows_of(model, seed, 0, kind)
         ahead, engine = rows_of(model, seed, 1, kind)
-        assert [replace(one, num_cached_tokens=0) for one in ahead] == [
-            replace(one, num_cached_tokens=0) for one in behind
+        assert [replace(row, num_cached_tokens=0) for row in ahead] == [
+            replace(row, num_cached_tokens=0) for row in behind
         ]
         preemptions += engine.stats.num_preemptions
         discarded += engine.stats.num_decode_tokens - engine_behind.stats.num_decode_tokens

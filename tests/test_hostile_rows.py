@@ -102,7 +102,7 @@ def no_objects() -> Iterator[Case]:
 def no_utf8() -> list[Case]:
     wrong = (b"\xff", b"\xc0\x80", b"\xc1\xbf", b"\xed\xa0\x80", b"\xed\xa0\xbd\xed\xb8\x80", b"\xf4\x90\x80\x80", b"\xe2\x82",
              b"\xe9", b"\x80", b"\xf8\x88\x80\x80\x80", b"\xfe", b"\xf0\x9f\x98")  # fmt: skip
-    lines = [b'{"prompt": "' + one + b'"}' for one in wrong]
+    lines = [b'{"prompt": "' + value + b'"}' for value in wrong]
     more = [
         b'{"\xff": 1, "prompt": "x"}',
         b"\xff\xfe{",
@@ -152,8 +152,8 @@ def spellings() -> list[Case]:
         good("x", **{f"c{n}": n for n in range(300)}),
         good("x", deep=json.loads("[" * 198 + "]" * 198), wide=list(range(2000))),
         good("x", big="é" * 300_000),
-        *(good("x", id=one) for one in ("a", "a", 1, "1", 1.0, None, "", "a/../b", "/etc/passwd", "x" * 10_000, True, [1], {"a": 1})),
-        *(good("x", late=one) for one in (None, 1, 1.5, "1", True, [], ["a"], [1], {}, {"a": 1}, [[None]])),
+        *(good("x", id=value) for value in ("a", "a", 1, "1", 1.0, None, "", "a/../b", "/etc/passwd", "x" * 10_000, True, [1], {"a": 1})),
+        *(good("x", late=value) for value in (None, 1, 1.5, "1", True, [], ["a"], [1], {}, {"a": 1}, [[None]])),
     ]  # fmt: skip
 
 
@@ -180,9 +180,9 @@ def prompts() -> list[Case]:
              '{"messages": [{"role": "user"}]}', '{"messages": [{"role": "user", "content": null}]}',
              '{"messages": [{"role": "user", "content": null, "tool_calls": []}]}'),
         *bad("invalid_messages", "must be a text or text parts",
-             *(f'{{"messages": [{{"role": "user", "content": {one}}}]}}' for one in ("1", "true", '{"text": "x"}', "0.5"))),
+             *(f'{{"messages": [{{"role": "user", "content": {value}}}]}}' for value in ("1", "true", '{"text": "x"}', "0.5"))),
         *bad("invalid_messages", "is not text",
-             *(f'{{"messages": [{{"role": "user", "content": [{one}]}}]}}' for one in
+             *(f'{{"messages": [{{"role": "user", "content": [{value}]}}]}}' for value in
                ('{"type": "image_url", "image_url": {"url": "x"}}', '"x"', "null", "1", "{}", '{"type": "text"}', '{"text": 1}',
                 '{"type": "text", "text": null}', "[]", '{"type": "text", "text": "a"}, {"type": "input_audio"}'))),
         *bad("template_error", "the chat template refuses this conversation: roles must alternate",
@@ -224,21 +224,21 @@ def params() -> list[Case]:
         "seed": ["7", 1.5, True, []],
     }
     cases = [
-        Case(dumps({"prompt": "x", "params": {name: one}}), "invalid_params", name)
+        Case(dumps({"prompt": "x", "params": {name: value}}), "invalid_params", name)
         for name, all_ in wrong.items()
-        for one in all_
+        for value in all_
     ]
     cases += bad("invalid_params", "must be finite", '{"prompt": "x", "params": {"temperature": 1' + "0" * 300 + "}}")
     cases += bad(
         "invalid_params",
         "params must be an object",
-        *(f'{{"prompt": "x", "params": {one}}}' for one in ('"{}"', "1", "[]", "true")),
+        *(f'{{"prompt": "x", "params": {value}}}' for value in ('"{}"', "1", "[]", "true")),
     )
     cases += bad("invalid_params", "unknown sampling parameter '(maxTokens|n|)'",
-                 *(f'{{"prompt": "x", "params": {{"{one}": null}}}}' for one in ("maxTokens", "n", "")))  # fmt: skip
+                 *(f'{{"prompt": "x", "params": {{"{value}": null}}}}' for value in ("maxTokens", "n", "")))  # fmt: skip
     fine: list[Any] = [None, {}, {"max_tokens": None, "seed": None}, {"seed": 2**200}, {"top_k": 10**30}, {"top_p": 1, "temperature": 0},
                        {"min_tokens": 0}, {"stop": ["\u2028 never"]}, {"stop": []}, {"stop_token_id": [10**30]}, {"repetition_penalty": 1}]  # fmt: skip
-    return cases + [good("x", params=one) for one in fine]
+    return cases + [good("x", params=value) for value in fine]
 
 
 def late_collisions() -> list[Case]:
@@ -268,9 +268,9 @@ def corpus() -> tuple[bytes, list[tuple[int, Case]]]:
     for number, case in enumerate(CASES):
         if number % 10 == 0:
             lines += [b"", b" \t", b"\r"]
-        for one in (good(f"the rain {number}", n=number), case):
-            lines.append(one.line)
-            rows.append((len(lines), one))
+        for each_case in (good(f"the rain {number}", n=number), case):
+            lines.append(each_case.line)
+            rows.append((len(lines), each_case))
     lines[-1] += b"\r"
     return b"\n".join(lines), rows
 
@@ -369,7 +369,7 @@ def test_every_hostile_line_is_what_it_should_be_and_costs_no_other(
     assert "Traceback" not in ended.stderr
     num_bad = sum(bool(case.kind) for _, case in rows)
     assert f"{2 * (len(rows) - num_bad):,} completed, {2 * num_bad:,} failed" in ended.stderr
-    records = {(one["source"], one["row"]): one for one in strict_lines(out)}
+    records = {(record["source"], record["row"]): record for record in strict_lines(out)}
     assert len(records) == len(strict_lines(out)) == 2 * len(rows)
     for path in (plain, packed):
         for number, (line, case) in enumerate(rows):
@@ -396,9 +396,9 @@ def test_parquet_output_holds_every_value_of_every_hostile_line(
     rows = [(line, case) for line, case in rows if line not in taken]
     assert run_here(model, out, path) == SOME_FAILED
     table = pq.read_table(out)
-    texts = {one.name for one in table.schema if (one.metadata or {}).get(b"cbatch") == b"json"}
+    texts = {column.name for column in table.schema if (column.metadata or {}).get(b"cbatch") == b"json"}
     assert {"id", "v", "m", "late", "meta", "messages", "params", "token_ids", "prompt"} <= texts
-    records = sorted(table.to_pylist(), key=lambda one: one["row"])
+    records = sorted(table.to_pylist(), key=lambda record: record["row"])
     assert len(records) == len(rows)
     for (line, case), record in zip(rows, records, strict=True):
         check_row(record, case, f"{path}:{line}", expected)
@@ -440,7 +440,7 @@ def test_columns_of_all_types_come_out_of_parquet_and_go_into_json(model: Path, 
     }  # fmt: skip
     pq.write_table(pa.table({name: array for name, (array, _) in columns.items()}), tmp_path / "in.parquet")
     assert run_here(model, tmp_path / "out.jsonl", tmp_path / "in.parquet") == OK
-    for number, record in enumerate(sorted(strict_lines(tmp_path / "out.jsonl"), key=lambda one: one["row"])):
+    for number, record in enumerate(sorted(strict_lines(tmp_path / "out.jsonl"), key=lambda record: record["row"])):
         assert list(record) == [*columns, *ADDED]
         assert {name: record[name] for name in columns} == {
             name: values[number] for name, (_, values) in columns.items()
@@ -466,10 +466,12 @@ def test_what_breaks_off_ends_in_one_error_row_and_the_other_files_go_on(model: 
     assert run_here(model, out, zst, gz, columns) == SOME_FAILED
     records = strict_lines(out / "part-00000.jsonl")
     for path in (zst, gz, columns):
-        found = sorted((one for one in records if one["source"] == str(path)), key=lambda one: one["row"])
-        assert [one["row"] for one in found] == list(range(len(found)))
-        assert [one.get("n") for one in found[:-1]] == list(range(len(found) - 1))
-        assert {one["error"] for one in found[:-1]} == {None}
+        found = sorted(
+            (record for record in records if record["source"] == str(path)), key=lambda record: record["row"]
+        )
+        assert [record["row"] for record in found] == list(range(len(found)))
+        assert [record.get("n") for record in found[:-1]] == list(range(len(found) - 1))
+        assert {record["error"] for record in found[:-1]} == {None}
         assert found[-1]["error_kind"] == "read_error"
         assert found[-1]["error"].startswith(f"{path}: can't be read on from here")
         assert len(found) > 100

@@ -150,12 +150,12 @@ def test_a_manifest_keeps_its_names_so_that_older_jobs_can_go_on(tiny_model: Pat
 
 
 def test_a_models_own_sampling_settings_that_can_not_be_are_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
-    files = locate(str(save_copy(tiny_model, tmp_path / "model", '{"max_new_tokens": 0}')))
+    files = locate(str(save_copy(tiny_model, tmp_path / "model", '{"min_p": 3.0}')))
     config = RunConfig(
         *(InputConfig(), PromptConfig(), SamplingParams(), EngineConfig(generation_config="model")),
         *(OutputConfig(), DisplayConfig()),
     )
-    with pytest.raises(UsageError, match=r"--generation-config model: .*max_tokens must be at least 1"):
+    with pytest.raises(UsageError, match=r"--generation-config model: .*min_p must be between 0 and 1"):
         job_plan.sampling_defaults(config, files)
 
 

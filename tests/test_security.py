@@ -59,20 +59,20 @@ def builder(template: str | None = None, chat_template: str | None = None) -> Pr
 @pytest.mark.parametrize("template", ESCAPES)
 @pytest.mark.parametrize("whose", ["the user's", "the model's"])
 def test_no_template_leaves_its_sandbox(template: str, whose: str) -> None:
-    build, one = builder(template) if whose == "the user's" else builder(chat_template=template), row()
+    build, hostile = builder(template) if whose == "the user's" else builder(chat_template=template), row()
     with pytest.raises(RowError) as refused:
-        build(one)
+        build(hostile)
     assert refused.value.kind in ("template_error", "empty_prompt")  # the model's may show nothing instead
     assert not Path("escaped").exists()
-    assert one == row()
+    assert hostile == row()
 
 
 def test_what_stands_in_a_row_is_never_a_template() -> None:
     text = "{{ 7 * 7 }}{% for x in y %}" + "".join(ESCAPES)
-    one = Row("in", 0, "in:1", {"prompt": text}, 9)
+    hostile = Row("in", 0, "in:1", {"prompt": text}, 9)
     tokenizer = make_tokenizer()
-    assert text in tokenizer.decode(builder()(one).token_ids)
-    assert text in tokenizer.decode(builder("{{ prompt }}")(one).token_ids)
+    assert text in tokenizer.decode(builder()(hostile).token_ids)
+    assert text in tokenizer.decode(builder("{{ prompt }}")(hostile).token_ids)
 
 
 # Models
@@ -154,7 +154,9 @@ def without_network(*args: object, **environ: str) -> subprocess.CompletedProces
 
 def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
     ids = ["../../out", "/etc/passwd", "a/../b", "..", "C:\\x", "a\x00b", "~"]
-    Path("in.jsonl").write_text("".join(json.dumps({"id": one, "custom_id": one, "prompt": "x"}) + "\n" for one in ids))
+    Path("in.jsonl").write_text(
+        "".join(json.dumps({"id": row_id, "custom_id": row_id, "prompt": "x"}) + "\n" for row_id in ids)
+    )
     args = ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--max-tokens", 2, "--threads", 1]
     ended = without_network(*args)
     assert ended.returncode == OK, ended.stderr
@@ -177,7 +179,7 @@ def test_a_local_model_and_local_rows_need_no_network(tiny_model: Path) -> None:
 )
 def test_offline_means_that_nothing_is_looked_for(tiny_model: Path, args: list[str]) -> None:
     Path("in.jsonl").write_text('{"prompt": "x"}\n')
-    args = [str(tiny_model) if one == "MODEL" else one for one in args]
+    args = [str(tiny_model) if arg == "MODEL" else arg for arg in args]
     ended = without_network("run", *args, "-o", "out", "--progress", "none", HF_HUB_OFFLINE="1")
     assert ended.returncode == USAGE
     assert ended.stderr.startswith("cbatch: ")
@@ -199,7 +201,8 @@ def hub(folder: Path, also: list[str]) -> Iterator[tuple[str, list[str]]]:
                 body = content.get(name, b"")
             elif "/tree/" in path:
                 files = [
-                    {"type": "file", "path": name, "size": len(one), "oid": etag(one)} for name, one in content.items()
+                    {"type": "file", "path": name, "size": len(data), "oid": etag(data)}
+                    for name, data in content.items()
                 ]
                 body = json.dumps(files).encode()
             else:

@@ -58,7 +58,9 @@ def expected(request: Request, capacity: int) -> tuple[str | None, str]:
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
 
     def stop_text(made: list[int]) -> int:
-        return min((p for p in (spell(made).find(one, params.min_tokens) for one in params.stop) if p >= 0), default=-1)
+        return min(
+            (p for p in (spell(made).find(text, params.min_tokens) for text in params.stop) if p >= 0), default=-1
+        )
 
     said = continuation(request.token_ids, VOCABULARY, lambda made: len(made) == room)
     for count in range(1, room + 1):
@@ -114,8 +116,8 @@ def test_every_row_gets_what_it_would_get_alone(
     assert scheduler.pool.num_used_blocks == 0
     event(f"preempted: {engine.stats.num_preemptions > 0}")
     found = {
-        one.row.index: (one.text, one.error.kind if one.error else one.finish_reason)
-        for one in map(finished, completions)
+        done.row.index: (done.text, done.error.kind if done.error else done.finish_reason)
+        for done in map(finished, completions)
     }
     assert len(completions) == len(requests)
-    assert found == {one.row.index: expected(one, num_blocks * block_size) for one in requests}
+    assert found == {request.row.index: expected(request, num_blocks * block_size) for request in requests}
