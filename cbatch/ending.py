@@ -27,7 +27,7 @@ class Ending:
         self.facts: Facts | None = None  # about the engine, once there is one
 
     def report(self, finished: bool, left_to_others: int = 0) -> int:
-        """Say and write down what the run did; its exit code. `left_to_others`: rows that other ranks have to do."""
+        """Report what the run did, on stderr and in the summary; returns the exit code. `left_to_others`: rows of other ranks."""
         stats, sink = self._stats, self.writer and self.writer.sink
         if finished:
             stats.num_rows = stats.num_rows_earlier + stats.num_rows_done
@@ -64,7 +64,6 @@ class Ending:
         from cbatch.model.ceilings import ceilings
 
         measured = ceilings(self.facts.device, self.facts.dtype)
-        num_devices = (
-            self.facts.num_replicas if self.facts.device_type == "cuda" else 1
-        )  # CPUs are measured all together
+        # CPUs are measured all together, a GPU alone
+        num_devices = self.facts.num_replicas if self.facts.device_type == "cuda" else 1
         return {name: num_devices * value for name, value in asdict(measured).items()} if measured else {}

@@ -1,4 +1,4 @@
-"""The line with which a run begins: the model, and what the settings came to."""
+"""The first line of a run: the model, and the settings that were resolved for it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
 
 
 def first_line(config: EngineConfig, builder: PromptBuilder, facts: Facts, engine_plan: EnginePlan) -> str:
-    """Says with what rows are completed."""
+    """The model, the sampling and the engine of a run, in one line for the user."""
     sampling = builder.sampling
     draw = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}, seed {sampling.seed}"
     where, each = facts.device, ""
     if facts.num_replicas > 1:
-        where, each = (
-            facts.device_type,
-            f"{facts.num_replicas} engines ({'; '.join(map(str, engine_plan.places))}), each ",
-        )
+        places = "; ".join(map(str, engine_plan.places))
+        where, each = facts.device_type, f"{facts.num_replicas} engines ({places}), each "
     text = (
         f"cbatch {__version__}: {config.model} ({facts.dtype} on {where}), "
         f"{'chat' if builder.chat else 'raw'} prompts, max_tokens {sampling.max_tokens}, {draw}; "

@@ -31,10 +31,8 @@ class FileSink(ABC):
         self._growing: GrowingShard | None = None  # once there is something to write
 
     def open(self, settings: Settings, drawn: Collection[str] = (), /) -> tuple[Settings, Done]:
-        journal, is_there = (
-            self._journal,
-            self._files.exist(),
-        )  # asked first: ranks write their settings before their rows
+        journal = self._journal
+        is_there = self._files.exist()  # asked before the manifest: ranks write their settings before their rows
         settings = settings | self._files.target.layout
         earlier = None if self._overwrite else journal.manifest
         if not is_there and not self._rank.is_whole:
