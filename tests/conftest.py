@@ -8,6 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and then by all children
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+)  # children test this checkout, and a fork server finds what to import once for all of them
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from more, and lose much on a busy machine
