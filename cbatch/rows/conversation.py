@@ -1,10 +1,33 @@
-"""The messages of a row, checked and cleaned for a chat template."""
+"""The messages of a row -> the text that the model's chat template makes of them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cbatch.errors import RowError
+from cbatch.errors import RowError, UsageError
+
+
+class Conversations:
+    """Renders conversations with the chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+        """`system`: goes before every conversation that does not begin with a system message."""
+        self._tokenizer, self._system = tokenizer, system
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        if system is not None and not self.has_template:
+            raise UsageError("--system: this model has no chat template")
+
+    def render(self, messages: list[Any]) -> str:
+        """The text of a conversation up to where the model is to answer; RowError if there can be none."""
+        if not self.has_template:
+            raise RowError("invalid_prompt", "this model has no chat template, so it can't take messages")
+        conversation = [cleaned_message(message) for message in messages]
+        if self._system is not None and conversation[0]["role"] != "system":
+            conversation.insert(0, {"role": "system", "content": self._system})
+        try:
+            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates raise what they like
+            raise RowError("template_error", f"the chat template refuses this conversation: {error}") from None
 
 
 def cleaned_message(message: Any) -> dict[str, Any]:
