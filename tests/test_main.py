@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Cbatch
 from tests.jobs import read_jsonl, write_rows
 
 
-def test_prompts_and_names_do_not_depend_on_the_locale(cbatch: Cbatch, tiny_model: Path, empty_folder: None) -> None:
+@pytest.mark.usefixtures("empty_folder")
+def test_prompts_and_names_do_not_depend_on_the_locale(cbatch: Cbatch, tiny_model: Path) -> None:
     write_rows([{"prompt": "été"}], "é.jsonl")
     Path("wie.txt").write_text("größer: {{ prompt }}", encoding="utf-8")
     arguments = ["run", "é.jsonl", "-m", tiny_model, "--system", "ça", "--template", "@wie.txt", "--max-tokens", 2]
