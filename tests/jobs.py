@@ -18,12 +18,17 @@ from cbatch.config import RunConfig
 
 def run_job(*inputs: object, **settings: Any) -> int:
     """Run a job whose settings are named as in `cbatch.config`; its exit code."""
+    return cbatch.run.run(job_config(*inputs, **settings))
+
+
+def job_config(*inputs: object, **settings: Any) -> RunConfig:
+    """The settings of a job, named as in `cbatch.config`."""
     given = {"inputs": tuple(map(str, inputs)) or ("in.jsonl",), "threads": 1, "progress": "none", **settings}
     parts = {}
     for part, kind in get_type_hints(RunConfig).items():
         parts[part] = kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
     assert not given
-    return cbatch.run.run(RunConfig(**parts))
+    return RunConfig(**parts)
 
 
 def replace_start_engine(start: Callable[..., Any], patch: pytest.MonkeyPatch | None = None) -> None:
