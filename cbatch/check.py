@@ -37,7 +37,7 @@ def check(config: RunConfig) -> int:
     plan.check_first_rows(sources, config, shape)
     places = find_places(config.engine)
     files = locate(config.engine.model)
-    files.check()
+    files.check(dummy=config.engine.load_format == "dummy")
     engine = resolve_engine(config.engine, places, files, config.prompt.max_model_len)
     builder = plan.prompt_builder(config, files, engine.max_model_len)
     found = _read_all(read(sources, config.input.skip, config.input.limit), shape, builder)

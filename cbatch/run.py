@@ -115,7 +115,7 @@ class Job:
         places = find_places(self.config.engine)
         self.progress.doing = f"looking for {self.config.engine.model}"
         files = locate(self.config.engine.model)
-        files.check()
+        files.check(dummy=self.config.engine.load_format == "dummy")
         engine_plan = resolve_engine(self.config.engine, places, files, self.config.prompt.max_model_len)
         self.progress.doing = "loading the tokenizer"
         return files, engine_plan, plan.prompt_builder(self.config, files, engine_plan.max_model_len)

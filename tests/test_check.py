@@ -176,14 +176,17 @@ def test_settings_that_can_not_be_are_refused(tiny_model: Path, tmp_path: Path, 
         check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD), **prompt))
 
 
-def test_weights_are_not_needed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dummy_weights_are_not_needed(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in tiny_model.iterdir():
         if file.suffix != ".safetensors":
             (bare / file.name).write_bytes(file.read_bytes())
-    assert check(config(bare, write(tmp_path / "in.jsonl", *GOOD))) == 0
+    source = write(tmp_path / "in.jsonl", *GOOD)
+    assert check(config(bare, source, engine={"load_format": "dummy"})) == 0
     assert "KV cache" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no weights"):
+        check(config(bare, source))
 
 
 def test_the_command_prints_the_report_and_nothing_else_on_any_terminal(

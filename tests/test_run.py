@@ -559,13 +559,16 @@ def test_files_that_cbatch_did_not_make_are_left_alone(job: Callable[..., int], 
 # Nothing to do
 
 
+def no_engine(*_: object) -> None:
+    raise AssertionError("the weights would be loaded")
+
+
 @pytest.mark.parametrize("kind", ["0 bytes", "blank lines", "0-row Parquet", "limit 0", "skipped", "stdin at its end"])
 @pytest.mark.parametrize("output", ["out", "out.parquet"])
 def test_an_input_without_rows_gives_an_empty_output_without_the_weights(
-    job: Callable[..., int], tiny_model: Path, kind: str, output: str, monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., int], kind: str, output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(tiny_model, "model")
-    Path("model/model.safetensors").unlink()
+    replace_start_engine(no_engine, monkeypatch)
     write_input(3)
     inputs, settings = ("in.jsonl",), {}
     if kind == "0 bytes":
@@ -583,11 +586,11 @@ def test_an_input_without_rows_gives_an_empty_output_without_the_weights(
         if output.endswith("parquet"):
             pytest.skip("Parquet can't be written from standard input")
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        assert job("-", model="model", output=output) == OK
+        assert job("-", output=output) == OK
         assert records(output) == []
         return
     for _ in range(2):
-        assert job(*inputs, model="model", output=output, **settings) == OK
+        assert job(*inputs, output=output, **settings) == OK
         assert records(output) == []
     assert summary(output)["rows"]["total"] == 0
     if output.endswith("parquet"):
@@ -595,11 +598,12 @@ def test_an_input_without_rows_gives_an_empty_output_without_the_weights(
         assert known <= set(pq.read_schema(output).names)
 
 
-def test_an_input_whose_rows_all_fail_ends_without_the_weights(job: Callable[..., int], tiny_model: Path) -> None:
-    shutil.copytree(tiny_model, "model")
-    Path("model/model.safetensors").unlink()
+def test_an_input_whose_rows_all_fail_ends_without_the_weights(
+    job: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_start_engine(no_engine, monkeypatch)
     write_input(5, bad=(0, 1, 2, 3, 4))
-    assert job(model="model") == SOME_FAILED
+    assert job() == SOME_FAILED
     assert [record["error_kind"] for record in records()] == ["invalid_prompt"] * 5
 
 
@@ -650,17 +654,16 @@ def test_a_full_disk_ends_the_job_in_words_and_it_goes_on_once_there_is_room(
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_weights_are_loaded(
-    job: Callable[..., int], tiny_model: Path
+    job: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(tiny_model, "model")
-    Path("model/model.safetensors").write_bytes(b"not weights")
     write_input(2)
     with small_disk() as disk:
         assert job(output=str(disk / "out"), limit=1) == OK
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        replace_start_engine(no_engine, monkeypatch)
         for output in ("new", "out", "new.jsonl"):
             with pytest.raises(UsageError, match="can't write there: Read-only file system"):
-                job(output=str(disk / output), model="model")
+                job(output=str(disk / output))
 
 
 # What is said, and where

@@ -123,7 +123,7 @@ def _set_up(config: BenchConfig, engine: EngineConfig) -> Setup:
     from cbatch.model.loader import locate
 
     [place], files = find_places(engine), locate(engine.model)
-    files.check()
+    files.check(dummy=engine.load_format == "dummy")
     dtype = resolve(engine, [place], files).dtype
     if config.workload in _GENERATED:
         workload = make(config.workload, config.rows or _ROWS, files.tokenizer, files.context)

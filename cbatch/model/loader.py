@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cbatch.errors import Fatal, UsageError
-from cbatch.model import fetch
+from cbatch.errors import Fatal, UsageError, first_line
+from cbatch.model import checkpoint, fetch
+from cbatch.model.checkpoint import about, reading
+from cbatch.model.gguf import GgufHeader, check_gguf
+from cbatch.model.weights import stored_tensors
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -19,7 +26,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-_FINGERPRINTED = (".safetensors", ".gguf", ".json", ".jinja", ".model", ".txt", ".tiktoken")
 _NOT_DECODERS = {
     "bloom": "ALiBi",
     "mpt": "ALiBi",
@@ -28,6 +34,7 @@ _NOT_DECODERS = {
     "llama4": "chunked attention",
     "llama4_text": "chunked attention",
 }
+_GGUF_ENDS = ("eot", "eom")  # of a turn, of a message: beside the end of a text, which the tokenizer names
 _BOUND_TO_CONTEXT = ("dynamic", "longrope")  # the rotation of a token depends on the longest sequence of its batch
 
 
@@ -39,31 +46,54 @@ class ModelFiles:
     path: Path  # folder, or a GGUF file
 
     @property
-    def _where(self) -> dict[str, Any]:
-        """Arguments of `from_pretrained` that name the model. Unless told not to run a model's code, it asks standard input."""
-        if self.path.suffix == ".gguf":
-            name = {"pretrained_model_name_or_path": str(self.path.parent), "gguf_file": self.path.name}
-        else:
-            name = {"pretrained_model_name_or_path": str(self.path)}
-        return {**name, "trust_remote_code": False}
+    def is_gguf(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+    @contextmanager
+    def _where(self) -> Iterator[dict[str, Any]]:
+        """Arguments of `from_pretrained` that name the model. Unless told not to run a model's code, it asks standard input.
+
+        A GGUF file is shown alone in a folder: transformers would prefer a tokenizer that lies beside it.
+        """
+        if not self.is_gguf:
+            yield {"pretrained_model_name_or_path": str(self.path), "trust_remote_code": False}
+            return
+        with tempfile.TemporaryDirectory(prefix="cbatch-gguf-") as folder:
+            (Path(folder) / "model.gguf").symlink_to(self.path.absolute())
+            yield {"pretrained_model_name_or_path": folder, "gguf_file": "model.gguf", "trust_remote_code": False}
 
     @cached_property
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        try:
-            return AutoConfig.from_pretrained(**self._where)
-        except Exception as error:  # a damaged file raises what it likes
-            raise UsageError(f"{self.name}: can't read the model's configuration: {_first_line(error)}") from None
+        with about(self.name), reading("configuration"), self._where() as where:
+            if self.is_gguf:
+                self._header.check_size()
+            else:
+                checkpoint.read_config(self.path)
+            config = AutoConfig.from_pretrained(**where)
+            text = config.get_text_config()
+            if not (isinstance(text.vocab_size, int) and text.vocab_size > 0):
+                raise ValueError(f"vocab_size is {text.vocab_size!r:.80}")
+            for part in (
+                config,
+                text,
+            ):  # nothing is padded here, and an id outside of the vocabulary can't be looked up
+                if not 0 <= (getattr(part, "pad_token_id", None) or 0) < text.vocab_size:
+                    part.pad_token_id = None
+        return config
+
+    @cached_property
+    def _header(self) -> GgufHeader:
+        """The header of a GGUF file."""
+        return GgufHeader.read(self.path)
 
     @cached_property
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        try:
-            return AutoTokenizer.from_pretrained(**self._where)
-        except Exception as error:
-            raise UsageError(f"{self.name}: can't read the model's tokenizer: {_first_line(error)}") from None
+        with about(self.name), reading("tokenizer"), self._where() as where:
+            return AutoTokenizer.from_pretrained(**where)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -72,11 +102,9 @@ class ModelFiles:
 
         if not (self.path / "generation_config.json").is_file():
             return {}
-        try:
+        with about(self.name), reading("generation_config.json"):
             settings: dict[str, Any] = GenerationConfig.from_pretrained(str(self.path)).to_diff_dict()
-        except Exception as error:
-            raise UsageError(f"{self.name}: can't read generation_config.json: {_first_line(error)}") from None
-        return settings
+            return settings
 
     @property
     def context(self) -> int:
@@ -101,12 +129,26 @@ class ModelFiles:
             getattr(self.config, "eos_token_id", None),
             self.generation_config.get("eos_token_id"),
             self.tokenizer.eos_token_id,
+            *(self._header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS if self.is_gguf),
         ):
             ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
-        return frozenset(ids)
+        vocabulary = range(self.config.get_text_config().vocab_size)
+        return frozenset(token for token in ids if token in vocabulary)
 
-    def check(self) -> None:
-        """Refuse by name, before any weight is read, what can't be run."""
+    def check(self, dummy: bool = False) -> None:
+        """Refuse by name, before any weight is read, what can't be run. `dummy`: the weights need not be there."""
+        with about(self.name):
+            checkpoint.check_files(self.path)
+        config = self.config
+        with about(self.name):
+            self._check_type()
+            if not self.is_gguf:
+                said = checkpoint.read_config(self.path)
+                checkpoint.check_architecture(said, config.model_type)
+                checkpoint.check_settings(said, config)
+            self._check_skeleton(dummy)
+
+    def _check_type(self) -> None:
         text = self.config.get_text_config()
         reason = _NOT_DECODERS.get(self.config.model_type)
         if getattr(self.config, "is_encoder_decoder", False):
@@ -115,7 +157,19 @@ class ModelFiles:
         if other:
             reason = f"layers of type {', '.join(sorted(other))}"
         if reason:
-            raise UsageError(f"{self.name}: models of type {self.config.model_type} ({reason}) are not supported")
+            raise UsageError(f"models of type {self.config.model_type} ({reason}) are not supported")
+
+    def _check_skeleton(self, dummy: bool) -> None:
+        """UsageError if the configuration makes no model that cbatch can run, or the stored tensors are not its weights."""
+        from cbatch.model.skeleton import check_attention, check_tensors, skeleton
+
+        stored = {} if dummy else stored_tensors(self.path)
+        model = skeleton(self.config)
+        check_attention(model)
+        if self.is_gguf:
+            check_gguf(self._header, self.config, model)
+        elif not dummy:
+            check_tensors(model, stored)
 
     def fingerprint(self) -> dict[str, Any]:
         """Digests of the files that completions depend on, by file name.
@@ -123,7 +177,7 @@ class ModelFiles:
         Of a large file 256 pieces of 4 KiB are read, evenly spread; a file of the Hub's cache is known by its hash.
         """
         files = [self.path] if self.path.is_file() else sorted(p for p in self.path.iterdir() if p.is_file())
-        digests = {p.name: _digest(p) for p in files if p.suffix in _FINGERPRINTED}
+        digests = {p.name: _digest(p) for p in files if p.suffix in checkpoint.FILES or self.is_gguf}
         return {f"model {name}": digest for name, digest in digests.items()}
 
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
@@ -146,8 +200,8 @@ class ModelFiles:
             raise Fatal(
                 f"{self.name}: models of type {kind} have attention of their own, which is not supported"
             ) from None
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            raise Fatal(f"{self.name}: can't load the weights: {error}") from None
+        except (OSError, ValueError, RuntimeError, SafetensorError, UsageError) as error:
+            raise Fatal(f"{self.name}: can't load the weights: {first_line(error)}") from None
         return model.to(device).eval()  # to() does nothing where the weights are there already
 
     def _with_random_weights(self, device: str, **settings: Any) -> Any:
@@ -159,34 +213,42 @@ class ModelFiles:
             return AutoModelForCausalLM.from_config(self.config, **settings, trust_remote_code=False)
 
     def _with_weights(self, device: str, **settings: Any) -> Any:
-        """The model with the weights of its files; ValueError if some of them are missing."""
+        """The model with the weights of its files; ValueError if these are not all of its weights, and nothing else."""
         from transformers import AutoModelForCausalLM, GgufConfig
 
-        if self.path.suffix == ".gguf":
+        from cbatch.model.skeleton import misfit
+
+        if self.is_gguf:
             settings["quantization_config"] = GgufConfig(dequantize=True)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            **self._where,
-            **settings,
-            use_safetensors=True,
-            device_map=None if device == "cpu" else {"": device},
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-        unset = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
-        if unset:  # transformers leaves them random
-            raise ValueError(f"{len(unset)} are missing or of another shape, {min(unset)} among them")
+        with self._where() as where:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **where,
+                **settings,
+                config=copy.deepcopy(self.config),
+                use_safetensors=True,
+                device_map=None if device == "cpu" else {"": device},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        if problem := misfit(model, {} if self.is_gguf else stored_tensors(self.path), info):
+            raise ValueError(problem)
         return model
 
 
 def locate(name: str) -> ModelFiles:
     """Find a model on disk, or fetch it: a folder, a GGUF file, a built-in name, or the id of a Hub repository."""
-    path = Path(name).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise UsageError(f"{name}: no config.json in this folder")
-        return ModelFiles(name, path)
-    if name in fetch.BUILT_IN:
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise UsageError(f"{name}: this user has no home folder; name the model by its whole path") from None
+    if name in fetch.BUILT_IN and not (path / "config.json").is_file():  # a job's output may have the model's name
         return ModelFiles(name, fetch.built_in(name))
+    if path.is_file() and path.suffix == ".gguf":
+        return ModelFiles(name, path)
+    if path.is_dir():
+        with about(name):
+            _check_has_config(path)
+        return ModelFiles(name, path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UsageError(f"{name}: no such model: neither a folder, nor a .gguf file, nor the id of a Hub repository")
     from huggingface_hub import snapshot_download
@@ -194,7 +256,16 @@ def locate(name: str) -> ModelFiles:
     try:
         return ModelFiles(name, Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
     except Exception as error:
-        raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {_first_line(error)}") from None
+        raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {first_line(error)}") from None
+
+
+def _check_has_config(folder: Path) -> None:
+    """UsageError says what a folder without config.json has instead."""
+    if not (folder / "config.json").is_file():
+        checkpoint.check_files(folder)
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        what = f", but GGUF files ({len(ggufs)}); name one: -m {folder / ggufs[0]}" if ggufs else ""
+        raise UsageError(f"no config.json in this folder{what}")
 
 
 def _digest(path: Path) -> str:
@@ -208,7 +279,3 @@ def _digest(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(4096))
     return digest.hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
