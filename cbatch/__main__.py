@@ -6,13 +6,16 @@ import os
 import sys
 from contextlib import suppress
 
-from cbatch.cli import main
-from cbatch.errors import FATAL, OK
+from cbatch.isolation import isolate
 
 
 def run() -> None:
     """Run the command, and exit without unloading libraries: everything is written, and torch takes most of a second."""
     _ensure_utf8()
+    isolate()
+    from cbatch.cli import main
+    from cbatch.errors import FATAL, OK
+
     try:
         main()
     except SystemExit as end:

@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "cbatch.config": {"cbatch.errors", "cbatch.settings"},
     "cbatch.rows.request": {"cbatch.errors", "cbatch.config"},
     "cbatch.cli": {"cbatch.run", "cbatch.check", "cbatch.bench"},
-    "cbatch.__main__": {"cbatch.cli"},
+    "cbatch.__main__": {"cbatch.cli", "cbatch.isolation"},
+    "cbatch.isolation": set(),
     "cbatch.machine": {"cbatch.errors"},
     "cbatch.deadline": set(),
     "cbatch.streams": set(),
@@ -59,6 +60,7 @@ MAY_IMPORT = {
         "cbatch.model.loader",
     },
     "cbatch.bench": {
+        "cbatch.isolation",
         "cbatch.machine",
         "cbatch.bench",
         "cbatch.rows",
@@ -91,6 +93,7 @@ NO_TORCH = [
     "machine.py",
     "deadline.py",
     "streams.py",
+    "isolation.py",
     "cli.py",
     "run.py",
     "opening.py",
@@ -116,6 +119,8 @@ NO_TORCH = [
     "engine/replicas.py",
     "model/fetch.py",
     "model/loader.py",
+    "model/checkpoint.py",
+    "model/gguf.py",
     "model/weights.py",
 ]
 

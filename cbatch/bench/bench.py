@@ -27,6 +27,7 @@ from cbatch.bench.timeline import timeline
 from cbatch.bench.workload import Workload, make, read_file
 from cbatch.config import SCHEDULES, BenchConfig, EngineConfig
 from cbatch.errors import KILLED, OK, SOME_FAILED, UsageError
+from cbatch.isolation import python
 from cbatch.machine import allowed_cpus, device_name
 from cbatch.watch.progress import say
 
@@ -174,7 +175,7 @@ def _take_turns(
 
 def _ceilings(setup: Setup) -> dict[str, float]:
     """The ceilings of this machine, measured now; none if it has no memory for that."""
-    command = [sys.executable, "-m", "cbatch.model.ceilings", setup.device, setup.dtype, str(setup.num_threads)]
+    command = python("cbatch.model.ceilings", setup.device, setup.dtype, str(setup.num_threads))
     done = subprocess.run(command, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout) if done.returncode == 0 else {}
     return found

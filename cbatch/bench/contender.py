@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 from cbatch.bench import process
 from cbatch.bench.workload import Workload
 from cbatch.config import EngineConfig
+from cbatch.isolation import python
 from cbatch.settings import as_flags
 
 _INTERVAL = "0.1"  # seconds between the marks of a timeline
@@ -47,7 +47,7 @@ class Outcome:
 
 def schedule(name: str, engine: EngineConfig, scheduling: str, workload: Path) -> Contender:
     """cbatch with one of its schedules, run as a user runs it."""
-    command = [sys.executable, "-m", "cbatch", "run", str(workload), "--output=-", "--ignore-eos", "--temperature=0"]
+    command = python("cbatch", "run", str(workload), "--output=-", "--ignore-eos", "--temperature=0")
     command += ["--progress=json", f"--progress-interval={_INTERVAL}"]
     return Contender(name, command + as_flags(replace(engine, scheduling=scheduling)))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cbatch import isolation
 from cbatch.bench import peer_driver
 from cbatch.bench.contender import Contender
 from cbatch.errors import Fatal, UsageError
@@ -78,7 +79,7 @@ class Peers:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "model"
-            tool = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
+            tool = isolation.python("optimum.commands.optimum_cli", "export", "openvino", interpreter=python)
             options = ["--task", "text-generation-with-past", "--weight-format", precision]
             done = subprocess.run(
                 [*tool, "-m", str(self.files.path), *options, str(made)], capture_output=True, text=True, env=environ
@@ -104,7 +105,8 @@ def interpreters(given: tuple[str, ...]) -> dict[str, str]:
 
 
 def _has(python: str, module: str, environ: Mapping[str, str]) -> bool:
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    code = "import sys; sys.path = [entry for entry in sys.path if entry]; import importlib.util; "
+    code += f"sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], env=environ, capture_output=True).returncode == 0
     except OSError as error:
