@@ -12,6 +12,7 @@ from cbatch.config import RunConfig
 from cbatch.errors import OK, SOME_FAILED, RowError
 from cbatch.output.record import RecordShape
 from cbatch.output.target import Target
+from cbatch.rows import remarks
 from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.reader import read
@@ -31,9 +32,10 @@ def check(config: RunConfig) -> int:
     from cbatch.engine.plan import resolve as resolve_engine
     from cbatch.model.loader import locate
 
-    target = Target(config.output) if config.output.output else None
+    columns = plan.columns_on_request(config)
+    target = Target(config.output, columns) if config.output.output else None
     sources = resolve(config.input.inputs, target.owns if target else lambda _: False)
-    shape = target.shape if target else RecordShape(config.output.prefix)
+    shape = target.shape if target else RecordShape(config.output.prefix, on_request=columns)
     plan.check_first_rows(sources, config, shape)
     places = find_places(config.engine)
     files = locate(config.engine.model)
@@ -54,6 +56,7 @@ class Found:
     longest: int = 0  # tokens that a good row may come to
     first: Row | None = None  # good row
     errors: Counter[str] = field(default_factory=Counter)  # bad rows by the kind of their error
+    remarks: Counter[str] = field(default_factory=Counter)  # good rows by what is worth knowing about them
 
 
 def _read_all(rows: Iterable[Row], shape: RecordShape, builder: PromptBuilder) -> Found:
@@ -71,6 +74,7 @@ def _read_all(rows: Iterable[Row], shape: RecordShape, builder: PromptBuilder) -
             continue
         found.first = found.first or row
         found.lengths[len(request.token_ids)] += 1
+        found.remarks.update(request.remarks)
         found.longest = max(found.longest, request.longest(builder.max_model_len))
     return found
 
@@ -82,6 +86,8 @@ def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: Mod
     yield f"Rows        {num_good + num_bad:,}: {num_good:,} good, {num_bad:,} bad" + _counts(found.errors)
     if found.first is None:
         return
+    if found.remarks:
+        yield f"Of these    {remarks.summary(found.remarks)}"
     yield from _prompt_lines(found.lengths)
     yield _memory_line(found, builder.sampling.max_tokens, engine, files)
     yield f"First prompt ({found.first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:"

@@ -34,6 +34,11 @@ _GENERATION_CONFIG = {  # transformers' names -> cbatch's
 _RECORDED_AS = {"stop_token_ids": "stop_token_id"}  # manifests keep the name that the setting had at first
 
 
+def columns_on_request(config: RunConfig) -> tuple[str, ...]:
+    """The columns that these settings add to records, beside those that are always there."""
+    return ("truncated_tokens",) if config.prompt.truncate else ()
+
+
 def check_settings(config: RunConfig) -> None:
     """UsageError if settings contradict each other across panels."""
     if config.output.retry_failed and (config.input.skip or config.input.limit is not None):

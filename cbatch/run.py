@@ -26,13 +26,14 @@ from cbatch.output.sink import Sink, make_sink
 from cbatch.output.stream import ReaderGone
 from cbatch.output.target import Target
 from cbatch.output.writer import Writer
+from cbatch.rows import remarks
 from cbatch.rows.feed import Feed
 from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.rank import find_rank
 from cbatch.rows.reader import Source, read
 from cbatch.rows.remaining import Remaining, count_in_background
-from cbatch.rows.request import Completion, Row
+from cbatch.rows.request import Completion, Request, Row
 from cbatch.streams import secure_standard_streams, stdout_for_records
 from cbatch.watch.progress import Progress, resolve_mode, say
 from cbatch.watch.stats import RunStats
@@ -70,7 +71,7 @@ class Job:
     def __init__(self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline) -> None:
         self.config, self.stats, self.progress, self.deadline = config, stats, progress, deadline
         self.rank = find_rank(config.task.shard, os.environ)
-        self.target = Target(config.output)
+        self.target = Target(config.output, plan.columns_on_request(config))
         self.ending = Ending(stats, progress, deadline, self.target, self.rank)
         deadline.note, deadline.last_words = progress.note, self.ending.last_words
 
@@ -92,7 +93,8 @@ class Job:
             with Writer(sink) as writer:
                 self.ending.writer = writer
                 deliver = partial(self._deliver, writer)
-                with Feed(self._rows(sources, builder), remaining.request, deliver, _AHEAD) as feed:
+                build = partial(self._request, remaining)
+                with Feed(self._rows(sources, builder), build, deliver, _AHEAD) as feed:
                     finished = self._complete(feed, files, engine_plan, builder, deliver)
             left_to_others = sink.finish(remaining.seen) if finished else 0
             return self.ending.report(finished, left_to_others)
@@ -135,6 +137,15 @@ class Job:
         skip, limit = self.config.input.skip, self.config.input.limit
         count_in_background(sources, skip, limit, self.rank, self._expect)
         return read(sources, skip, limit, passed=builder.skip)
+
+    def _request(self, remaining: Remaining, row: Row) -> Request | None:
+        """The request of a row that is to be done; what is worth knowing about it is counted, and said the first time."""
+        request = remaining.request(row)
+        for kind in request.remarks if request else ():
+            if not self.stats.remarks[kind]:
+                self.progress.note(remarks.first(kind, row.where))
+            self.stats.remarks[kind] += 1
+        return request
 
     def _expect(self, num_rows: int) -> None:
         self.stats.num_rows = num_rows

@@ -83,7 +83,7 @@ MAY_IMPORT = {
         "cbatch.deadline",
     },
     "cbatch.model": {"cbatch.machine", "cbatch.model", "cbatch.kernels"},
-    "cbatch.watch": {"cbatch.watch", "cbatch.rows.request"},
+    "cbatch.watch": {"cbatch.watch", "cbatch.rows.request", "cbatch.rows.remarks"},
     "cbatch.kernels": {"cbatch.kernels"},
 }
 NO_TORCH = [

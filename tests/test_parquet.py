@@ -25,7 +25,7 @@ from cbatch.rows.request import Completion, Output
 def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
     """The records of a job over `inputs` where every third row fails, and the Parquet file they were written to."""
     sources, shape = resolve([str(path) for path in inputs]), RecordShape(openai=False)
-    schema = parquet.schema_of(sources, "")
+    schema = parquet.schema_of(sources, RecordShape())
     records = [
         shape.record(
             Completion.failed(row, row.problem or RowError("template_error", "no"))
@@ -182,13 +182,13 @@ def test_no_rows_give_a_readable_file_with_all_columns(tmp_path: Path) -> None:
 def test_a_collision_is_found_even_in_the_last_row(tmp_path: Path) -> None:
     sources = resolve([str(jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}] * 50 + [{"source": "mine"}]))])
     with pytest.raises(UsageError, match="'source'"):
-        parquet.schema_of(sources, "")
-    assert parquet.schema_of(sources, "my_").names[:2] == ["prompt", "source"]
+        parquet.schema_of(sources, RecordShape())
+    assert parquet.schema_of(sources, RecordShape("my_")).names[:2] == ["prompt", "source"]
 
 
 def test_standard_input_can_not_be_looked_through() -> None:
     with pytest.raises(UsageError, match="standard input"):
-        parquet.schema_of(resolve(["-"]), "")
+        parquet.schema_of(resolve(["-"]), RecordShape())
 
 
 json_values = st.recursive(

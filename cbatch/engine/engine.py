@@ -133,8 +133,7 @@ class Engine:
             try:
                 self.scheduler.add(self._sequence(request))
             except RowError as error:
-                error = RowError(error.kind, f"{request.row.where}: {error}")
-                yield Completion.failed(request.row, error, len(request.token_ids), request.chat)
+                yield Completion.of(request, Output(error=error.at(request.row.where)))
 
     def _sequence(self, request: Request) -> Sequence:
         num_prompt_tokens = len(request.token_ids)
@@ -195,7 +194,7 @@ class Engine:
         seq.end()
         self.scheduler.finish(seq)
         if error:
-            error = RowError(error.kind, f"{seq.request.row.where}: {error}")
+            error = error.at(seq.request.row.where)
         return self._completion(seq, finish_reason, error)
 
     def _completion(self, seq: Sequence, finish_reason: str, error: RowError | None) -> Completion:
@@ -204,8 +203,7 @@ class Engine:
         if text is not None and seq.stop_finder and (shorter := seq.stop_finder.cut(text)) is not None:
             text, finish_reason = shorter, "stop"
         output = Output(text, tuple(token_ids), finish_reason, error)
-        cached = seq.num_cached_tokens or 0
-        return Completion(seq.request.row, (output,), seq.num_prompt_tokens, cached, seq.request.chat)
+        return Completion.of(seq.request, output, num_cached_tokens=seq.num_cached_tokens or 0)
 
 
 def step_record(schedule: Schedule, scheduler: Scheduler) -> StepRecord:

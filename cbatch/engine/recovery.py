@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cbatch.engine.places import split
 from cbatch.engine.replica import Replica
 from cbatch.errors import Fatal, RowError
-from cbatch.rows.request import Completion, Request
+from cbatch.rows.request import Completion, Output, Request
 
 _NUM_GROUPS = 8  # that the requests of a dead replica are divided into
 _MAX_DEATHS = 8  # of one replica, without a completed row in between
@@ -53,4 +53,4 @@ class Recovery:
 
 def _blame(request: Request, how: str) -> Completion:
     error = RowError("worker_died", f"the engine died with this row, also when it had no other ({how})")
-    return Completion.failed(request.row, error.at(request.row.where), len(request.token_ids), request.chat)
+    return Completion.of(request, Output(error=error.at(request.row.where)))

@@ -18,25 +18,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch.errors import UsageError
-from cbatch.output.record import FIELDS, dumps
+from cbatch.output.record import RecordShape, dumps
 from cbatch.rows.reader import Source
 
 _BATCH = 1000  # rows
 _JSON = {b"cbatch": b"json"}  # metadata of a field that holds JSON text
-_ADDED = {"prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "row": pa.int64()}
+_ADDED = dict.fromkeys(("prompt_tokens", "completion_tokens", "row", "truncated_tokens"), pa.int64())
 
 
-def schema_of(sources: Sequence[Source], prefix: str) -> pa.Schema:
+def schema_of(sources: Sequence[Source], shape: RecordShape) -> pa.Schema:
     """The columns of all sources, then those that cbatch adds. Reads JSONL files once, from end to end."""
     fields: dict[str, pa.Field] = {}
     for source in sources:
         for field in _fields(source):
             known = fields.setdefault(field.name, field)
             fields[field.name] = _widened(known, field)
-    for name in FIELDS:
-        if prefix + name in fields:
-            raise UsageError(f"the input has a column {prefix + name!r} already; choose a --prefix")
-        fields[prefix + name] = pa.field(prefix + name, _ADDED.get(name, pa.string()))
+    for name in shape.added:
+        if name in fields:
+            raise UsageError(f"the input has a column {name!r} already; choose a --prefix")
+        fields[name] = pa.field(name, _ADDED.get(name.removeprefix(shape.prefix), pa.string()))
     return pa.schema([field if field.type != pa.null() else field.with_type(pa.string()) for field in fields.values()])
 
 

@@ -29,17 +29,24 @@ class RecordKey(NamedTuple):
 class RecordShape:
     """The columns of records. `prefix` goes before the names that cbatch adds.
 
-    With `openai`, rows in the format of OpenAI's batch API are answered in that format.
+    With `openai`, rows in the format of OpenAI's batch API are answered in that format. `on_request`: columns added beside
+    those that are always there.
     """
 
     prefix: str = ""
     openai: bool = True
+    on_request: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """The names of the columns that cbatch adds, in order."""
+        return tuple(self.prefix + name for name in (*FIELDS, *self.on_request))
 
     def check(self, row: Row) -> None:
         """RowError if the input has a column with a name that cbatch adds."""
         if self._is_openai(row):
             return
-        if taken := [self.prefix + name for name in FIELDS if self.prefix + name in row.data]:
+        if taken := [name for name in self.added if name in row.data]:
             raise RowError(
                 "column_collision", f"{row.where}: the input has a column {taken[0]!r} already; choose a --prefix"
             )
@@ -50,17 +57,18 @@ class RecordShape:
         if self._is_openai(row):
             return openai.answer(completion, self.prefix)
         (output,) = completion.outputs
-        values = (
-            output.text,
-            output.finish_reason,
-            completion.num_prompt_tokens,
-            len(output.token_ids),
-            row.index,
-            row.source,
-            str(output.error) if output.error else None,
-            output.error.kind if output.error else None,
-        )
-        added = {self.prefix + name: value for name, value in zip(FIELDS, values, strict=True)}
+        values = {
+            "completion": output.text,
+            "finish_reason": output.finish_reason,
+            "prompt_tokens": completion.num_prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "row": row.index,
+            "source": row.source,
+            "error": str(output.error) if output.error else None,
+            "error_kind": output.error.kind if output.error else None,
+            "truncated_tokens": completion.num_truncated_tokens,
+        }
+        added = {self.prefix + name: values[name] for name in (*FIELDS, *self.on_request)}
         collision = output.error is not None and output.error.kind == "column_collision"
         return added if collision else {**row.data, **added}
 

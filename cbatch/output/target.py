@@ -23,8 +23,9 @@ _OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".ndjson", ".txt", ".gz", ".zst", ".
 class Target:
     """Standard output, a folder or a single file, and the format of the records there."""
 
-    def __init__(self, output: OutputConfig) -> None:
-        self.output = output
+    def __init__(self, output: OutputConfig, on_request: tuple[str, ...] = ()) -> None:
+        """`on_request`: columns that are added beside those that are always there."""
+        self.output, self._on_request = output, on_request
         self.path, self.is_stream = Path(output.output), output.output == "-"
         by_suffix = next((kind for kind in ("jsonl", "parquet") if self.path.name.endswith(f".{kind}")), None)
         self.format = output.format or by_suffix or "jsonl"
@@ -75,7 +76,7 @@ class Target:
 
     @property
     def shape(self) -> RecordShape:
-        return RecordShape(self.output.prefix, openai=self.format == "jsonl")
+        return RecordShape(self.output.prefix, self.format == "jsonl", self._on_request)
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -88,4 +89,4 @@ class Target:
             return None
         from cbatch.output import parquet
 
-        return parquet.schema_of(sources, self.output.prefix)
+        return parquet.schema_of(sources, self.shape)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbatch.errors import RowError
+
+
+class Encoded(NamedTuple):
+    """The tokens of a prompt."""
+
+    token_ids: list[int]
+    num_truncated_tokens: int = 0  # that it lost, because it was too long
 
 
 class Encoder:
@@ -15,12 +22,12 @@ class Encoder:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._max_model_len, self._truncate = max_model_len, truncate
 
-    def __call__(self, prompt: Any, max_tokens: int, is_rendered: bool = False) -> list[int]:
+    def __call__(self, prompt: Any, max_tokens: int, is_rendered: bool = False) -> Encoded:
         """The token ids of a text or of token ids. `is_rendered`: the text comes from a chat template, which spells out
         every special token, BOS included. Cut to leave room for `max_tokens` if it is too long and may be shortened.
         """
         token_ids = self._checked(self._token_ids(prompt, is_rendered))
-        return token_ids if len(token_ids) < self._max_model_len else self._truncated(token_ids, max_tokens)
+        return Encoded(token_ids) if len(token_ids) < self._max_model_len else self._truncated(token_ids, max_tokens)
 
     def spell(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -55,7 +62,7 @@ class Encoder:
             raise RowError("invalid_prompt", f"token id {wrong[0]} is outside the vocabulary of {self._vocab_size}")
         return token_ids
 
-    def _truncated(self, token_ids: list[int], max_tokens: int) -> list[int]:
+    def _truncated(self, token_ids: list[int], max_tokens: int) -> Encoded:
         """A prompt that is too long, cut to leave room for `max_tokens`, but to no less than half of the context."""
         if self._truncate is None:
             raise RowError(
@@ -63,7 +70,8 @@ class Encoder:
                 f"the prompt has {len(token_ids)} tokens; with one to generate, {self._max_model_len} fit",
             )
         keep = max(self._max_model_len - max_tokens, self._max_model_len // 2)
-        return token_ids[-keep:] if self._truncate == "left" else token_ids[:keep]
+        kept = token_ids[-keep:] if self._truncate == "left" else token_ids[:keep]
+        return Encoded(kept, len(token_ids) - len(kept))
 
 
 def is_token_ids(prompt: list[Any]) -> bool:

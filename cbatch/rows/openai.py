@@ -70,6 +70,9 @@ def answer(completion: Completion, prefix: str) -> dict[str, Any]:
 
 def _body(completion: Completion, body_id: str) -> dict[str, Any]:
     num_prompt_tokens, num_tokens = completion.num_prompt_tokens, completion.num_completion_tokens
+    details = {"cached_tokens": completion.num_cached_tokens}
+    if completion.num_truncated_tokens:
+        details["truncated_tokens"] = completion.num_truncated_tokens
     return {
         "id": body_id,
         "object": "chat.completion" if completion.chat else "text_completion",
@@ -80,7 +83,7 @@ def _body(completion: Completion, body_id: str) -> dict[str, Any]:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
             "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens},
+            "prompt_tokens_details": details,
         },
     }
 

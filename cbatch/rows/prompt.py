@@ -65,8 +65,10 @@ class PromptBuilder:
         chat = isinstance(prompt, list) and not is_token_ids(prompt)
         if chat:
             prompt = self._conversations.render(prompt)
-        token_ids = self._encoder(prompt, params.max_tokens, is_rendered=chat)
-        return Request(row, token_ids, params, self._random_key(identity, overrides), chat)
+        encoded = self._encoder(prompt, params.max_tokens, is_rendered=chat)
+        remarks = ("truncated",) if encoded.num_truncated_tokens else ()
+        key = self._random_key(identity, overrides)
+        return Request(row, encoded.token_ids, params, key, chat, encoded.num_truncated_tokens, remarks)
 
     def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
         """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""

@@ -30,6 +30,8 @@ class Request:
     params: SamplingParams
     random_key: int  # key of the row's random stream, 64 bits
     chat: bool = True
+    num_truncated_tokens: int = 0  # that the prompt lost
+    remarks: tuple[str, ...] = ()  # kinds in `rows.remarks`
 
     @property
     def num_sequences(self) -> int:
@@ -59,12 +61,19 @@ class Completion:
     outputs: tuple[Output, ...]
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_truncated_tokens: int = 0  # that the prompt lost before it was computed
     chat: bool = True  # the prompt was a conversation
 
     @classmethod
-    def failed(cls, row: Row, error: RowError, num_prompt_tokens: int = 0, chat: bool = True) -> Completion:
-        """The outcome of a row for which nothing was generated."""
-        return cls(row, (Output(error=error),), num_prompt_tokens, chat=chat)
+    def failed(cls, row: Row, error: RowError) -> Completion:
+        """The outcome of a row that could not become a request."""
+        return cls(row, (Output(error=error),))
+
+    @classmethod
+    def of(cls, request: Request, *outputs: Output, num_cached_tokens: int = 0) -> Completion:
+        """The outcome of a request."""
+        num_prompt_tokens, num_truncated = len(request.token_ids), request.num_truncated_tokens
+        return cls(request.row, outputs, num_prompt_tokens, num_cached_tokens, num_truncated, request.chat)
 
     @property
     def num_completion_tokens(self) -> int:

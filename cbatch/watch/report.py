@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from cbatch.rows import remarks
 from cbatch.watch.stats import Histogram, RunStats
 
 
@@ -25,6 +26,7 @@ def summary(stats: RunStats, finished: bool, **ceilings: float) -> dict[str, Any
             "failed": stats.num_rows_failed,
             "length_limited": stats.num_rows_length,
             "errors": dict(stats.errors),
+            "remarks": dict(stats.remarks),
         },
         "tokens": {
             "prompt": stats.num_prompt_tokens,
@@ -62,6 +64,8 @@ def text(figures: dict[str, Any], output: str) -> str:
     lines = [
         f"{'Done' if figures['finished'] else 'Interrupted'}: {_rows(figures['rows'])} in {seconds}. Output: {output}"
     ]
+    if figures["rows"]["remarks"]:
+        lines.append(f"Of these    {remarks.summary(figures['rows']['remarks'])}")
     if figures["steps"]:
         lines += [_tokens(figures), _latency(figures), _batch(figures)]
     return "\n".join(lines)

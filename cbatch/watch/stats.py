@@ -143,6 +143,7 @@ class RunStats(EngineStats):
     num_prompt_tokens: int = 0  # of finished rows
     num_completion_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    remarks: Counter[str] = field(default_factory=Counter)  # what is worth knowing about rows that were read
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
