@@ -15,7 +15,9 @@ def run() -> None:
     isolate()
     from cbatch.cli import main
     from cbatch.errors import FATAL, OK
+    from cbatch.model.cache import ensure_cache
 
+    ensure_cache()
     try:
         main()
     except SystemExit as end:

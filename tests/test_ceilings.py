@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cbatch.model import ceilings as module
+from cbatch.model.cache import cache_folder
 from cbatch.model.ceilings import Ceilings, ceilings
-from cbatch.model.fetch import cache_folder
 
 CPU = "cpu"
 
@@ -57,6 +57,17 @@ def test_an_entry_of_another_version_is_measured_again(cache: Path) -> None:
     (cache / "ceilings.json").write_text(json.dumps({"other": {"a": 1}, **{key: {"b": 2} for key in known}}))
     assert isinstance(ceilings(CPU, "float32"), Ceilings)
     assert len(json.loads((cache / "ceilings.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("value", ["1", None, True, -1.0, 0, float("nan"), float("inf"), 1e300, [1.0], {}])
+def test_what_no_machine_can_be_is_measured_again(value: object, cache: Path) -> None:
+    right = ceilings(CPU, "float32")
+    known = json.loads((cache / "ceilings.json").read_text())
+    (cache / "ceilings.json").write_text(json.dumps({key: {**entry, "flops": value} for key, entry in known.items()}))
+    found = ceilings(CPU, "float32")
+    assert right is not None
+    assert found is not None
+    assert 0 < found.flops < 1e18
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_else(cache: Path) -> None:

@@ -78,6 +78,20 @@ def test_a_name_that_means_nothing_is_refused_with_what_it_could_be(name: str) -
         locate(name)
 
 
+@pytest.mark.usefixtures("empty_folder")
+def test_a_built_in_model_is_meant_where_a_folder_of_its_name_holds_none(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cbatch.model.fetch.built_in", lambda _: Path("fetched"))
+    name = "smollm2-135m"
+    Path(name, ".cbatch").mkdir(parents=True)  # the output of a job
+    assert locate(name).path == Path("fetched")
+    with pytest.raises(UsageError, match=r"\./smollm2-135m: no config\.json"):
+        locate(f"./{name}")
+    shutil.copytree(tiny_model, name, dirs_exist_ok=True)
+    assert locate(name).path == locate(f"./{name}").path == Path(name)
+
+
 def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no config\.json"):
         locate(str(tmp_path))

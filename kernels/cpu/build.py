@@ -29,6 +29,8 @@ class Unavailable(Exception):
 def load(folder: Path, cpu: str = "native") -> ctypes.CDLL:
     """The kernels, compiled into `folder` unless they are there already; Unavailable says why they can't be.
 
+    What lies in `folder` is loaded, so it must be one that only this user and root can write to.
+
     `cpu`: the instruction set that the compiler may use, as its -march names it; by default all that this CPU has.
     """
     compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "cc")))), None)
@@ -53,8 +55,13 @@ def load(folder: Path, cpu: str = "native") -> ctypes.CDLL:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a library is there, undamaged: loading a part of it, after a crash or with a full disk, can kill the process."""
-    content = path.read_bytes() if path.exists() else b""
+    """Whether a library is there, undamaged: loading a part of it, after a crash or with a full disk, can kill the process.
+
+    The checksum says nothing about who made it, so it must be this user's, or root's.
+    """
+    if not path.exists() or path.stat().st_uid not in (0, os.geteuid()):
+        return False
+    content = path.read_bytes()
     return content[-_SEAL:] == _seal(content[:-_SEAL])
 
 
