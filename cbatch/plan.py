@@ -17,6 +17,7 @@ from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
 from cbatch.rows.request import Row
 from cbatch.rows.template import compiled_template, template_text
+from cbatch.rows.values import as_text
 
 if TYPE_CHECKING:
     from cbatch.engine.plan import EnginePlan
@@ -87,7 +88,7 @@ def _check_template(template: str, rows: Sequence[Row]) -> None:
     compiled, errors = compiled_template(template), []
     for row in rows:
         try:
-            compiled.render(row.data)
+            compiled.render(as_text(row.data))
         except Exception as error:  # whatever a template raises
             errors.append(f"{row.where}: {error}. Columns: {', '.join(row.data):.500}.")
     if len(errors) == len(rows):

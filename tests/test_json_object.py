@@ -11,22 +11,29 @@ from cbatch.output.record import dumps
 from cbatch.rows.json_object import parse_object
 
 
+def read(text: str) -> dict[str, Any]:
+    """The columns of a line without fault."""
+    columns, problem = parse_object(text)
+    assert problem is None
+    return columns
+
+
 def test_nesting_up_to_the_limit_passes_through_every_stage() -> None:
     text = '{"a": ' + '{"b": ' * 99 + "[" * 99 + '"\\ud800"' + "]" * 99 + "}" * 99 + "}"
-    assert len(dumps(parse_object(text))) > 500
+    assert len(dumps(read(text))) > 500
 
 
 def test_many_brackets_that_are_not_nested_are_fine() -> None:
-    assert len(parse_object('{"a": [' + "[]," * 5000 + '{}], "b": "' + "[{" * 5000 + '"}')["a"]) == 5001
+    assert len(read('{"a": [' + "[]," * 5000 + '{}], "b": "' + "[{" * 5000 + '"}')["a"]) == 5001
 
 
 def test_numbers_keep_their_value() -> None:
     text = '{"big": 123456789012345678901234567890, "small": -0.0, "int": 1, "float": 1.0, "tiny": 5e-324}'
-    assert json.dumps(parse_object(text)) == text
+    assert json.dumps(read(text)) == text
 
 
 def test_the_last_of_equal_keys_counts() -> None:
-    assert parse_object('{"a": 1, "a": 2}') == {"a": 2}
+    assert read('{"a": 1, "a": 2}') == {"a": 2}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +52,7 @@ def test_the_last_of_equal_keys_counts() -> None:
 )
 def test_half_a_surrogate_pair_becomes_a_replacement_character(escaped: str, text: str) -> None:
     line = f'{{"prompt": "{escaped}", "id": "{escaped}", "m": [{{"k": ["{escaped}"]}}], "{escaped}": 1}}'
-    assert parse_object(line) == {"prompt": text, "id": text, "m": [{"k": [text]}], text: 1}
+    assert read(line) == {"prompt": text, "id": text, "m": [{"k": [text]}], text: 1}
 
 
 json_values = st.recursive(
@@ -59,4 +66,16 @@ json_values = st.recursive(
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=5), st.booleans())
 def test_any_object_is_read_as_the_standard_library_reads_it(value: dict[str, Any], ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
-    assert parse_object(text) == json.loads(text) == value
+    assert read(text) == json.loads(text) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "[1, NaN]", '{"x": -Infinity}', "1e999", "-" + "9" * 400, "9" * 5000, "[" * 200 + "]" * 200],
+)
+def test_a_fault_in_one_column_leaves_the_others(value: str) -> None:
+    columns, problem = parse_object(f'{{"id": 7, "odd": {value}, "text": "\\ud800"}}')
+    assert problem
+    assert problem.kind == "invalid_json"
+    assert (columns["id"], columns["text"]) == (7, "\ufffd")
+    assert json.dumps(columns["odd"], allow_nan=False) in ("null", "[1, null]", '{"x": null}')

@@ -14,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.errors import RowError, UsageError
+from cbatch.errors import SOME_FAILED, RowError, UsageError
 from cbatch.output import parquet
+from cbatch.output.column_types import common_type
 from cbatch.output.record import FIELDS, RecordShape
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import read
 from cbatch.rows.request import Completion, Output
+from tests.jobs import run_job
+from tests.tiny import save_model
 
 
 def convert(folder: Path, *inputs: Path) -> tuple[list[dict[str, Any]], Path]:
@@ -99,37 +102,118 @@ def test_the_types_do_not_depend_on_which_rows_come_first(tmp_path: Path) -> Non
         assert [type_of(out, name) for name in "abc"] == [pa.string(), pa.int64(), pa.string()]
 
 
-def test_columns_of_a_parquet_input_keep_their_type_or_become_text(tmp_path: Path) -> None:
-    structs = [{"role": "user", "content": "x", "n": 1}, {"role": "b", "content": None, "n": None}]
-    source = table(
-        tmp_path / "in.parquet",
-        large=pa.array(["a", None], pa.large_string()),
-        dictionary=pa.array(["a", "b"]).dictionary_encode(),
-        view=pa.array(["a", "b"], pa.string_view()),
-        small=pa.array([1, None], pa.int8()),
-        big=pa.array([2**64 - 1, 0], pa.uint64()),
-        half=pa.array([1.5, None], pa.float16()),
-        single=pa.array([0.1, float("nan")], pa.float32()),
-        flag=pa.array([True, None]),
-        messages=pa.array([structs, []]),
-        fixed=pa.array([[1, 2], None], pa.list_(pa.int32(), 2)),
-        decimal=pa.array([Decimal("1.10"), None]),
-        times=pa.array([[datetime(2024, 1, 2, 3, 4)], []], pa.list_(pa.timestamp("ms"))),
-        day=pa.array([date(2024, 1, 2), None]),
-        binary=pa.array([b"\x00", None]),
-        pairs=pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
-        deep=pa.array([[{"m": [("k", b"v")]}], None], pa.list_(pa.struct({"m": pa.map_(pa.string(), pa.binary())}))),
-        nothing=pa.array([None, None], pa.null()),
-    )
-    records, out = convert(tmp_path, source)
+EVERY_TYPE = {
+    "large": pa.array(["a", None], pa.large_string()),
+    "view": pa.array(["a", "b"], pa.string_view()),
+    "small": pa.array([1, None], pa.int8()),
+    "big": pa.array([2**64 - 1, 0], pa.uint64()),
+    "half": pa.array([1.5, None], pa.float16()),
+    "single": pa.array([0.1, float("nan")], pa.float32()),
+    "double": pa.array([float("-inf"), float("inf")]),
+    "flag": pa.array([True, None]),
+    "turns": pa.array([[{"role": "user", "content": None, "n": 1}], []]),
+    "fixed": pa.array([[1, 2], None], pa.list_(pa.int32(), 2)),
+    "lists": pa.array([[["x"], None], None], pa.large_list(pa.list_(pa.string()))),
+    "decimal": pa.array([Decimal("1.10"), None]),
+    "wide": pa.array([Decimal("-" + "9" * 50 + ".25"), None], pa.decimal256(60, 2)),
+    "times": pa.array([[datetime(2024, 1, 2, 3, 4)], []], pa.list_(pa.timestamp("ms"))),
+    "nanos": pa.array([1_234_567_890_123_456_789, -1], pa.timestamp("ns")),
+    "micros": pa.array([-1, None], pa.timestamp("us", "UTC")),
+    "zone": pa.array([1_700_000_000_123, 0], pa.timestamp("ms", "Europe/Berlin")),
+    "before_zones": pa.array([-3_000_000_000_000, 0], pa.timestamp("ms", "Europe/Berlin")),
+    "offset": pa.array([1, 2], pa.timestamp("ns", "-09:30")),
+    "day": pa.array([date(1, 1, 1), date(9999, 12, 31)]),
+    "clock": pa.array([86_399_999_999_999, 1], pa.time64("ns")),
+    "clock32": pa.array([1, None], pa.time32("ms")),
+    "span": pa.array([-90_000_000_001, 1], pa.duration("ns")),
+    "binary": pa.array([b"\x00\xff", None]),
+    "large_binary": pa.array([b"text", b""], pa.large_binary()),
+    "four": pa.array([b"abcd", None], pa.binary(4)),
+    "pairs": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
+    "deep": pa.array([[{"m": [("k", b"v")]}], None], pa.list_(pa.struct({"m": pa.map_(pa.string(), pa.binary())}))),
+}
+
+
+def test_columns_of_a_parquet_input_keep_type_and_value(tmp_path: Path) -> None:
+    given = pq.read_table(table(tmp_path / "in.parquet", **EVERY_TYPE))
+    _, out = convert(tmp_path, tmp_path / "in.parquet")
+    found = pq.read_table(out).select(given.column_names)
+    assert found.schema.types == given.schema.types
+    for name in given.column_names:
+        assert repr(found[name].to_pylist()) == repr(given[name].to_pylist()), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"ordered": True}])
+def test_types_and_values_survive_the_growing_shard_and_a_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_model(tmp_path / "model")
+    prompts = pa.array(["the rain", None])
+    given = pq.read_table(table(tmp_path / "in.parquet", prompt=prompts, **EVERY_TYPE))
+    for again in ({}, {"retry_failed": True}):
+        job = {"model": str(model), "output": "out", "format": "parquet", "max_tokens": 2, **settings, **again}
+        assert run_job("in.parquet", **job) == SOME_FAILED
+        shards = [pq.read_table(path) for path in Path("out").glob("*.parquet")]
+        found = sorted((row for shard in shards for row in shard.to_pylist()), key=lambda row: row["row"])
+        assert [row["error_kind"] for row in found] == [None, "invalid_prompt"]
+        assert all(shard.select(given.column_names).schema.types == given.schema.types for shard in shards)
+        for name in given.column_names:
+            assert repr([row[name] for row in found]) == repr(given[name].to_pylist()), name
+
+
+def test_dictionaries_have_the_type_of_their_values(tmp_path: Path) -> None:
+    moments = pa.array([1, 2], pa.timestamp("us"))
+    codes = {
+        "text": pa.array(["a", None]).dictionary_encode(),
+        "at": moments.dictionary_encode(),
+        "nothing": pa.nulls(2),
+    }
+    records, out = convert(tmp_path, table(tmp_path / "in.parquet", **codes))
+    assert [type_of(out, name) for name in codes] == [pa.string(), pa.timestamp("us"), pa.string()]
+    assert pq.read_table(out)["at"].to_pylist() == moments.to_pylist()
     assert list(parquet.read_records(out)) == records
-    kept = {"small": pa.int8(), "big": pa.uint64(), "half": pa.float16(), "single": pa.float32(), "flag": pa.bool_()}
-    assert {name: type_of(out, name) for name in kept} == kept
-    assert type_of(out, "messages").value_type.field("n").type == pa.int64()
-    assert type_of(out, "times").value_type == pa.string()
-    texts = ("large", "dictionary", "view", "decimal", "day", "binary", "pairs", "deep", "nothing")
-    assert all(type_of(out, name) == pa.string() for name in texts)
-    assert pq.read_table(out)["pairs"].to_pylist() == ['[["k", 1]]', None]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "common"),
+    [
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.int8(), pa.uint8(), pa.int16()),
+        (pa.uint32(), pa.int32(), pa.int64()),
+        (pa.uint64(), pa.int64(), None),
+        (pa.float32(), pa.float64(), pa.float64()),
+        (pa.int16(), pa.float32(), pa.float32()),
+        (pa.int32(), pa.float32(), pa.float64()),
+        (pa.int64(), pa.float64(), None),
+        (pa.string(), pa.large_string(), pa.string()),
+        (pa.binary(), pa.binary(3), pa.binary()),
+        (pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("us")),
+        (pa.timestamp("us"), pa.timestamp("ns"), None),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.list_(pa.int32()), pa.large_list(pa.int64()), pa.list_(pa.int64())),
+        (pa.struct({"a": pa.int32()}), pa.struct({"a": pa.int64(), "b": pa.bool_()}), pa.struct({"a": pa.int64(), "b": pa.bool_()})),
+        (pa.null(), pa.date32(), pa.date32()),
+        (pa.bool_(), pa.int8(), None),
+    ],
+)  # fmt: skip
+def test_inputs_that_differ_have_the_type_that_holds_both_exactly(
+    first: pa.DataType, second: pa.DataType, common: pa.DataType | None
+) -> None:
+    assert common_type(first, second) == common
+    assert common_type(second, first) == common
+
+
+def test_ids_of_two_files_widen(tmp_path: Path) -> None:
+    inputs = [
+        table(tmp_path / "a.parquet", id=pa.array([1, 2], pa.int32()), v=pa.array([1, None], pa.int64())),
+        table(tmp_path / "b.parquet", id=pa.array([2**40]), v=pa.array([float("nan")])),
+        jsonl(tmp_path / "c.jsonl", [{"id": -(2**63)}]),
+    ]
+    _, out = convert(tmp_path, *inputs)
+    assert type_of(out, "id") == pa.int64()
+    assert pq.read_table(out)["id"].to_pylist() == [1, 2, 2**40, -(2**63)]
+    assert pq.read_table(out)["v"].to_pylist() == ["1", None, "null", None]
 
 
 def test_a_row_that_can_not_be_read_has_null_columns(tmp_path: Path) -> None:

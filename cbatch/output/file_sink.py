@@ -64,12 +64,10 @@ class FileSink(ABC):
 
     def write(self, completions: Sequence[Completion]) -> None:
         self._start_anew()
-        shape, records = self._files.target.shape, []
-        for completion in completions:
-            row = completion.row
-            entry = self._files.entry(RecordKey(row.source, row.index, completion.error is not None), row.digest)
-            records.append(Indexed(shape.record(completion), entry))
-        self._append(records)
+        files, shape = self._files, self._files.target.shape
+        rows = ((completion.row, completion.error is not None) for completion in completions)
+        entries = [files.entry(RecordKey(row.source, row.index, failed), row.digest) for row, failed in rows]
+        self._append(list(map(Indexed, files.lines(map(shape.record, completions)), entries)))
 
     def sync(self) -> None:
         if self._growing:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cbatch.output import durable
 from cbatch.output.index import Entry, IndexFile, as_entries
-from cbatch.output.lines import to_lines
 
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 class Indexed(NamedTuple):
-    """A record, and what the index is to remember of it."""
+    """The line of a record, and what the index is to remember of it."""
 
-    record: dict[str, Any]
+    line: bytes
     entry: Entry
 
 
@@ -31,7 +30,7 @@ class GrowingShard:
 
     def append(self, records: Sequence[Indexed]) -> None:
         """Write records, so that they survive the death of this process."""
-        durable.append(self._file, b"".join(to_lines(indexed.record for indexed in records)))
+        durable.append(self._file, b"".join(indexed.line for indexed in records))
         durable.append(self._index, as_entries(indexed.entry for indexed in records).tobytes())
         self.num_rows += len(records)
 

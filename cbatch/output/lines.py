@@ -25,8 +25,8 @@ class Line(NamedTuple):
     key: RecordKey
 
 
-def to_lines(records: Iterable[dict[str, Any]]) -> Iterator[bytes]:
-    return (dumps(record).encode() + b"\n" for record in records)
+def to_lines(records: Iterable[dict[str, Any]], keep_nan: bool = False) -> Iterator[bytes]:
+    return (dumps(record, keep_nan).encode() + b"\n" for record in records)
 
 
 def read_lines(path: Path, shape: RecordShape, growing: bool = False) -> Iterator[Line]:

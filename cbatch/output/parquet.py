@@ -1,9 +1,8 @@
 """Records as Parquet, under a schema that is fixed before the first row is generated.
 
-A column of a Parquet input keeps its type where JSON can hold it: booleans, integers, floats, text, and lists and
-structs of these. Dates, decimals, bytes and the like become text; a column with maps in it holds JSON text. A column of
-a JSONL input whose values are all booleans, all integers, all floats or all text has that type (null allowed); one that
-is nested or mixed holds JSON text.
+A column of a Parquet input keeps its type. A column of a JSONL input whose values are all booleans, all integers, all
+floats or all text has that type (null allowed); one that is nested or mixed holds JSON text. Where inputs differ, a
+column has the type that holds the values of all of them exactly, or else JSON text.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cbatch.errors import UsageError
+from cbatch.output.column_types import arrow_value, common_type, output_type
 from cbatch.output.record import RecordShape, dumps
+from cbatch.rows.arrow import rows_of_batch
 from cbatch.rows.reader import Source
 
 _BATCH = 1000  # rows
@@ -53,7 +54,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     file = pq.ParquetFile(path)
     texts = [field.name for field in file.schema_arrow if field.metadata == _JSON]
     for batch in file.iter_batches(batch_size=_BATCH):
-        for record in batch.to_pylist():
+        for record, _ in rows_of_batch(batch):
             for name in texts:
                 record[name] = None if record[name] is None else json.loads(record[name])
             yield record
@@ -63,19 +64,19 @@ def _column(rows: list[dict[str, Any]], field: pa.Field) -> pa.Array:
     values = [row.get(field.name) for row in rows]
     if field.metadata == _JSON:
         values = [None if value is None else dumps(value) for value in values]
-    return pa.array(values, field.type)
+    return pa.array([arrow_value(value, field.type) for value in values], field.type)
 
 
 def _fields(source: Source) -> list[pa.Field]:
     if source.kind == "text":
         return [pa.field("prompt", pa.string())]
     if source.kind == "parquet":
-        return [_field(column.name, _native(column.type)) for column in pq.ParquetFile(source.name).schema_arrow]
+        return [_field(column.name, output_type(column.type)) for column in pq.ParquetFile(source.name).schema_arrow]
     if source.kind == "dataset":
         features = source.dataset.features
         if features is None:
             raise UsageError(f"{source.name}: its columns are not known beforehand; write JSONL instead of Parquet")
-        return [_field(column.name, _native(column.type)) for column in features.arrow_schema]
+        return [_field(column.name, output_type(column.type)) for column in features.arrow_schema]
     if source.name == "-":
         raise UsageError("standard input can't be looked through beforehand, which Parquet needs; write JSONL instead")
     return _fields_of_json(row.data for row in source.rows())
@@ -106,28 +107,4 @@ def _kind(value: Any) -> pa.DataType | None:
 
 def _widened(a: pa.Field, b: pa.Field) -> pa.Field:
     """A field of the output that holds the values of both."""
-    if a.equals(b, check_metadata=True) or b.type == pa.null():
-        return a
-    return b if a.type == pa.null() else _field(a.name, None)
-
-
-def _native(kind: pa.DataType) -> pa.DataType | None:
-    """The type of an output column for an input column of type `kind`; None if only JSON text can hold its values.
-
-    `rows.arrow.json_value` makes the values: it keeps some types and makes text of others.
-    """
-    types = pa.types
-    if isinstance(kind, pa.BaseExtensionType):
-        return _native(kind.storage_type)
-    if types.is_dictionary(kind):
-        return _native(kind.value_type)
-    if types.is_struct(kind):
-        fields = [(field.name, _native(field.type)) for field in kind]
-        return None if any(native is None for _, native in fields) else pa.struct(fields)
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or types.is_list_view(kind):
-        values = _native(kind.value_type)
-        return None if values is None else pa.list_(values)
-    if types.is_nested(kind):
-        return None
-    keep = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)
-    return kind if keep else pa.string()
+    return _field(a.name, None if _JSON in (a.metadata, b.metadata) else common_type(a.type, b.type))

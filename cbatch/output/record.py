@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -52,7 +54,7 @@ class RecordShape:
             )
 
     def record(self, completion: Completion) -> dict[str, Any]:
-        """The record of a completion: all input columns and the generated ones."""
+        """The record of a completion: all input columns and the generated ones, which win where names collide."""
         row = completion.row
         if self._is_openai(row):
             return openai.answer(completion, self.prefix)
@@ -68,9 +70,7 @@ class RecordShape:
             "error_kind": output.error.kind if output.error else None,
             "truncated_tokens": completion.num_truncated_tokens,
         }
-        added = {self.prefix + name: values[name] for name in (*FIELDS, *self.on_request)}
-        collision = output.error is not None and output.error.kind == "column_collision"
-        return added if collision else {**row.data, **added}
+        return {**row.data, **{self.prefix + name: values[name] for name in (*FIELDS, *self.on_request)}}
 
     def key(self, record: dict[str, Any]) -> RecordKey:
         """The row that a record is of; KeyError or TypeError if this is no record of this shape."""
@@ -85,7 +85,25 @@ class RecordShape:
         return self.openai and openai.is_request(row)
 
 
-def dumps(value: Any) -> str:
-    """Strict JSON on one line, even for readers that know more line breaks than the newline; encodable as UTF-8."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+def dumps(value: Any, keep_nan: bool = False) -> str:
+    """JSON on one line, even for readers that know more line breaks than the newline; encodable as UTF-8.
+
+    Bytes are base64, and NaN and infinities are null; with `keep_nan` they are the words that Python's own reader takes.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=keep_nan, default=_base64)
+    except ValueError:
+        text = json.dumps(_without_nan(value), ensure_ascii=False, default=_base64)
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list) else value

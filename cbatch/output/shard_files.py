@@ -120,6 +120,10 @@ class ShardFiles:
 
     # Writing
 
+    def lines(self, records: Iterable[dict[str, Any]]) -> Iterator[bytes]:
+        """The lines of these records in a growing shard. One that becomes Parquet keeps NaN and infinities."""
+        return to_lines(records, keep_nan=self.schema is not None)
+
     def recover(self, shard: Shard, path: Path, drop_failed: bool) -> Entries:
         """Mend what a killed job left of a growing shard, if it is this rank's, and its index; the entries."""
         if not self.owns(shard):

@@ -10,7 +10,7 @@ from cbatch.output import durable
 from cbatch.output.file_sink import FileSink
 from cbatch.output.growing import Indexed
 from cbatch.output.index import Done, Entries, as_entries, input_order
-from cbatch.output.lines import read_in_order, to_lines
+from cbatch.output.lines import read_in_order
 from cbatch.output.shard import Shard
 
 
@@ -33,7 +33,7 @@ class WholeOutput(FileSink):
         entries = np.concatenate([as_entries(()), *(files.read_final(*final) for final in finals.items())])
         keep = entries["failed"] == 0 if self._retry_failed else np.ones(len(entries), bool)
         records = zip(chain.from_iterable(map(files.records, finals.values())), keep, strict=True)
-        durable.replace(files.growing(self._shard), to_lines(record for record, kept in records if kept))
+        durable.replace(files.growing(self._shard), files.lines(record for record, kept in records if kept))
         kept_entries: Entries = entries[keep]
         return kept_entries
 

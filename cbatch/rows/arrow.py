@@ -1,26 +1,25 @@
-"""Parquet files and Hugging Face datasets -> rows as plain Python values that JSON can hold."""
+"""Parquet files and Hugging Face datasets -> rows of plain Python values, as `cbatch/rows/values.py` lists them."""
 
 from __future__ import annotations
 
-import base64
-import math
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 from cbatch.errors import RowError, first_line
-
-Columns = dict[str, Any]  # of one row: column name -> value
+from cbatch.rows.moment import duration_text, is_moment, moment_text
+from cbatch.rows.values import Parsed
 
 _BATCH_ROWS = 256  # read at once
 
 
-def parquet_rows(path: str) -> Iterator[Columns | RowError]:
-    """The rows of a Parquet file; RowError in the place of a row that Python can't hold."""
+def parquet_rows(path: str) -> Iterator[Parsed]:
+    """The rows of a Parquet file."""
     import pyarrow.parquet as pq
 
     file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
     for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-        yield from _rows_of_batch(batch)
+        yield from rows_of_batch(batch)
 
 
 def count_parquet_rows(path: str) -> int:
@@ -30,29 +29,14 @@ def count_parquet_rows(path: str) -> int:
     return int(pq.ParquetFile(path).metadata.num_rows)
 
 
-def dataset_rows(dataset: Any, streamed: bool) -> Iterator[Columns | RowError]:
-    """The rows of a dataset; RowError in the place of a row that Python can't hold."""
+def dataset_rows(dataset: Any, streamed: bool) -> Iterator[Parsed]:
+    """The rows of a dataset."""
     if streamed:  # decoded row by row
         for row in dataset:
-            yield json_value(row)
+            yield Parsed({str(name): _plain(value) for name, value in row.items()})
         return
     for batch in dataset.with_format("arrow").iter(_BATCH_ROWS):  # as stored, whatever format was saved with it
-        yield from _rows_of_batch(batch)
-
-
-def json_value(value: Any) -> Any:
-    """An Arrow value as JSON can hold it: dates and decimals as text, bytes as base64, NaN and infinities as null."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+        yield from rows_of_batch(batch)
 
 
 def arrow_error() -> type[Exception]:
@@ -63,21 +47,88 @@ def arrow_error() -> type[Exception]:
     return error
 
 
-def _rows_of_batch(batch: Any) -> Iterator[Columns | RowError]:
-    try:
-        rows = batch.to_pylist()
-    except Exception:  # depends on the column's type, such as a text that is not UTF-8
-        rows = [_row_of_batch(batch, index) for index in range(batch.num_rows)]
-    for row in rows:
-        yield row if isinstance(row, RowError) else json_value(row)
+def rows_of_batch(batch: Any) -> Iterator[Parsed]:
+    """The rows of a record batch or a table. A value that can't be read is null and a problem of its row."""
+    columns = [_values(column) for column in batch.columns]
+    for index in range(batch.num_rows):
+        row = {name: values[index] for name, values in zip(batch.schema.names, columns, strict=True)}
+        faults = {name: value for name, value in row.items() if isinstance(value, Exception)}
+        problem = None
+        if faults:
+            name, fault = next(iter(faults.items()))
+            problem = RowError("invalid_value", f"column {name!r} can't be read: {first_line(fault)}")
+        yield Parsed({**row, **dict.fromkeys(faults)}, problem)
 
 
-def _row_of_batch(batch: Any, index: int) -> Columns | RowError:
-    """One row read value by value, to find the column that can't be read."""
-    columns = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+def _values(column: Any) -> list[Any]:
+    """The values of a column; an exception in the place of one that can't be read."""
+    if _is_plain(column.type):
         try:
-            columns[name] = column[index].as_py()
-        except Exception as error:  # depends on the column's type
-            return RowError("invalid_value", f"column {name!r} can't be read: {first_line(error)}")
-    return columns
+            values: list[Any] = column.to_pylist()
+            return values
+        except Exception:  # depends on the column's type, such as a text that is not UTF-8
+            pass
+    return [_value_or_exception(scalar) for scalar in column]
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether Arrow's own conversion makes values of this type that a row may hold."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_map(kind) or types.is_union(kind):
+        return False
+    if types.is_struct(kind):
+        return all(_is_plain(field.type) for field in kind)
+    if types.is_nested(kind):
+        return _is_plain(kind.value_type)
+    if types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
+    text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    data = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return bool(number or text or data or types.is_binary_view(kind) or types.is_null(kind))
+
+
+def _value_or_exception(scalar: Any) -> Any:
+    try:
+        return _value(scalar)
+    except Exception as error:  # depends on the column's type
+        return error
+
+
+def _value(scalar: Any) -> Any:
+    """The value of an Arrow scalar of any type."""
+    import pyarrow as pa
+
+    kind, types = scalar.type, pa.types
+    if not scalar.is_valid:
+        return None
+    if types.is_map(kind):
+        return [[_value(pair[0]), _value(pair[1])] for pair in scalar.values]
+    if types.is_struct(kind):
+        return {name: _value(item) for name, item in scalar.items()}
+    if types.is_nested(kind) and not types.is_union(kind):
+        return [_value(item) for item in scalar.values]
+    if types.is_dictionary(kind) or (isinstance(kind, pa.BaseExtensionType) and not _is_uuid(kind)):
+        return _value(scalar.value)
+    if is_moment(kind):
+        return moment_text(scalar.value, kind)
+    return _plain(scalar.as_py())
+
+
+def _is_uuid(kind: Any) -> bool:
+    return str(kind) == "extension<arrow.uuid>"
+
+
+def _plain(value: Any) -> Any:
+    """A Python object that Arrow or a dataset made, as a row may hold it."""
+    if value is None or isinstance(value, (str, bool, int, float, bytes)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, timedelta):
+        return duration_text(value // timedelta(microseconds=1), 10**6)
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

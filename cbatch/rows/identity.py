@@ -7,6 +7,7 @@ import json
 from pathlib import PurePath
 
 from cbatch.rows.request import Row
+from cbatch.rows.values import as_text
 
 _FILTER_BITS = 1 << 27  # 16 MiB; of a million identities about one in 10^6 is taken for one that was there before
 _PROBES = 4  # bits of the filter for each identity
@@ -25,7 +26,7 @@ class Identities:
 
     def identify(self, row: Row) -> str:
         """The identity of a row; to be called once for every row, in the order of the input."""
-        name = row.data.get("custom_id", row.data.get("id"))
+        name = as_text(row.data.get("custom_id", row.data.get("id")))
         identity = json.dumps(name) if isinstance(name, (str, int)) else f"{PurePath(row.source).name}:{row.index}"
         return identity if self._add(identity) else f"{identity}|{row.source}:{row.index}"
 

@@ -5,57 +5,67 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 from cbatch.errors import RowError
+from cbatch.rows.values import Parsed
 
 _MAX_NESTING = 200  # levels; far below Python's recursion limit, which would end the job in whichever thread met it
+_TOO_DEEP = RowError("invalid_json", f"nested more than {_MAX_NESTING} levels deep")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """The object that a line holds; RowError if it is not strict JSON, nested too deeply, or no object.
+def parse_object(text: str) -> Parsed:
+    """The object that a line holds. A column with something that strict JSON does not have, or that is nested too deeply,
+    is a problem and the others are kept; without any columns, the line is no object.
 
     A lone surrogate escape becomes U+FFFD: many readers refuse a whole file that holds one.
     """
+    numbers = _Numbers()
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, parse_int=_int)
-        if text.count("[") + text.count("{") > _MAX_NESTING and _is_too_deep(data):
-            raise RecursionError
+        data = json.loads(text, parse_constant=numbers.constant, parse_float=numbers.real, parse_int=numbers.whole)
     except RecursionError:
-        raise RowError("invalid_json", f"nested more than {_MAX_NESTING} levels deep") from None
+        return Parsed({}, _TOO_DEEP)
     except ValueError as error:
-        raise RowError("invalid_json", f"not valid JSON: {error}") from None
+        return Parsed({}, RowError("invalid_json", f"not valid JSON: {error}"))
+    problem = RowError("invalid_json", f"not valid JSON: {numbers.fault}") if numbers.fault else None
     if not isinstance(data, dict):
-        raise RowError("not_an_object", f"a row must be a JSON object, not {_json_type(data)}")
-    return _without_surrogates(data) if _SURROGATE_ESCAPE.search(text) else data
+        no_object = RowError("not_an_object", f"a row must be a JSON object, not {_json_type(data)}")
+        return Parsed({}, problem or no_object)
+    if text.count("[") + text.count("{") > _MAX_NESTING and (deep := [key for key in data if _is_too_deep(data[key])]):
+        data.update(dict.fromkeys(deep))
+        problem = _TOO_DEEP
+    return Parsed(_without_surrogates(data) if _SURROGATE_ESCAPE.search(text) else data, problem)
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Whether a value is nested more than `_MAX_NESTING` levels; goes level by level, so it can't recurse itself."""
+    """Whether a column makes a row nested more than `_MAX_NESTING` levels; goes level by level, so it can't recurse."""
     level = [value]
-    for _ in range(_MAX_NESTING):
+    for _ in range(_MAX_NESTING - 1):
         containers = (item for item in level if isinstance(item, (dict, list)))
         level = [child for item in containers for child in (item.values() if isinstance(item, dict) else item)]
     return bool(level)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    """Refuses NaN and Infinity, which Python's parser takes and JSON does not have."""
-    raise ValueError(f"{name} is not JSON")
+class _Numbers:
+    """Makes the numbers of a line. One that JSON does not have, or no float can hold, is null and remembered as a fault."""
 
+    fault = ""  # the first
 
-def _finite_float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text:.40} is too large for a number")
-    return value
+    def constant(self, name: str) -> None:
+        """NaN and Infinity, which Python's parser takes."""
+        self.fault = self.fault or f"{name} is not JSON"
 
+    def real(self, text: str) -> float | None:
+        value = float(text)
+        if not math.isinf(value):
+            return value
+        self.fault = self.fault or f"{text:.40} is too large for a number"
+        return None
 
-def _int(text: str) -> int:
-    """An integer of any size that a float could hold; a larger one makes other readers refuse the line."""
-    _finite_float(text)
-    return int(text)
+    def whole(self, text: str) -> int | None:
+        """An integer of any size that a float could hold; a larger one makes other readers refuse the line."""
+        return None if self.real(text) is None else int(text)
 
 
 def _json_type(value: Any) -> str:

@@ -21,14 +21,15 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def numbered_lines(name: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file (`-`: standard input) that are not blank, without their ends, numbered from 1.
 
-    A line ends at 0x0A and nowhere else. One above the size limit is passed on as a mark that `decoded` refuses.
+    A line ends at 0x0A and nowhere else, and a byte-order mark at its start is no part of it. One above the size limit is
+    passed on as a mark that `decoded` refuses.
     """
     with _open(name) as file:
         number = 0
         while line := file.readline(_MAX_LINE + 1):
             number += 1
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
+            while line.startswith(_BYTE_ORDER_MARK):  # also further on: files are joined
+                line = line[len(_BYTE_ORDER_MARK) :]
             if len(line) > _MAX_LINE:
                 while not line.endswith(b"\n") and (more := file.readline(_MAX_LINE)):
                     line = more[-1:]
@@ -39,14 +40,14 @@ def numbered_lines(name: str) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def decoded(line: bytes) -> str:
-    """The text of a line; RowError if the line is too long or not UTF-8."""
+def decoded(line: bytes) -> tuple[str, RowError | None]:
+    """The text of a line, and what is wrong with it: it is too long, or not UTF-8 (U+FFFD in the text, then)."""
     if line == _TOO_LONG:
-        raise RowError("line_too_long", f"a line may hold {_MAX_LINE // 1024**2} MiB")
+        return "", RowError("line_too_long", f"a line may hold {_MAX_LINE // 1024**2} MiB")
     try:
-        return line.decode()
+        return line.decode(), None
     except UnicodeDecodeError as error:
-        raise RowError("invalid_utf8", f"not valid UTF-8 at byte {error.start}") from None
+        return line.decode(errors="replace"), RowError("invalid_utf8", f"not valid UTF-8 at byte {error.start}")
 
 
 def count_lines(name: str) -> int | None:

@@ -14,6 +14,7 @@ from cbatch.rows.encode import Encoder, is_token_ids
 from cbatch.rows.identity import Identities
 from cbatch.rows.request import Request, Row
 from cbatch.rows.template import compiled_template
+from cbatch.rows.values import as_text
 
 
 class PromptBuilder:
@@ -72,6 +73,7 @@ class PromptBuilder:
 
     def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
         """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""
+        row = replace(row, data=as_text(row.data))
         if openai.is_request(row):
             return openai.prompt_and_params(row)
         prompt = self._prompt(row.data)

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from cbatch.errors import RowError, first_line
-from cbatch.rows.arrow import Columns, count_parquet_rows, dataset_rows, parquet_rows
+from cbatch.rows.arrow import count_parquet_rows, dataset_rows, parquet_rows
 from cbatch.rows.json_object import parse_object
 from cbatch.rows.lines import COMPRESSED_SUFFIXES, count_lines, decoded, numbered_lines
 from cbatch.rows.request import Row
+from cbatch.rows.values import Parsed
 
 UNKNOWN_DIGEST = 1  # of a row whose content was not recorded
 BROKEN_DIGEST = 2  # of the row that stands for the unreadable rest of a source
@@ -55,27 +56,27 @@ class Source:
 
     def _rows(self) -> Iterator[Row]:
         if self.kind == "jsonl":
-            return self._rows_of_lines(lambda line: parse_object(decoded(line)))
+            return self._rows_of_lines(parse_object)
         if self.kind == "text":
-            return self._rows_of_lines(lambda line: {"prompt": decoded(line)})
+            return self._rows_of_lines(lambda text: Parsed({"prompt": text}))
         if self.kind == "parquet":
             return self._rows_of_table(parquet_rows(self.name))
         return self._rows_of_table(dataset_rows(self.dataset, streamed=self.size is None))
 
-    def _rows_of_lines(self, parse: Callable[[bytes], Columns]) -> Iterator[Row]:
+    def _rows_of_lines(self, parse: Callable[[str], Parsed]) -> Iterator[Row]:
         for index, (number, line) in enumerate(numbered_lines(self.name)):
-            where, data, problem = f"{self.name}:{number}", {}, None
-            try:
-                data = parse(line)
-            except RowError as error:
-                problem = error.at(where)
-            yield Row(self.name, index, where, data, _digest(line), problem)
+            text, problem = decoded(line)
+            columns, other = parse(text)
+            yield self._row(index, f"{self.name}:{number}", Parsed(columns, problem or other), line)
 
-    def _rows_of_table(self, rows: Iterable[Columns | RowError]) -> Iterator[Row]:
-        for index, row in enumerate(rows):
-            where = f"{self.name} row {index}"
-            data, problem = ({}, row.at(where)) if isinstance(row, RowError) else (row, None)
-            yield Row(self.name, index, where, data, _digest(repr(data).encode("utf-8", "replace")), problem)
+    def _rows_of_table(self, rows: Iterable[Parsed]) -> Iterator[Row]:
+        for index, parsed in enumerate(rows):
+            content = repr(parsed.columns).encode("utf-8", "replace")
+            yield self._row(index, f"{self.name} row {index}", parsed, content)
+
+    def _row(self, index: int, where: str, parsed: Parsed, content: bytes) -> Row:
+        problem = parsed.problem.at(where) if parsed.problem else None
+        return Row(self.name, index, where, parsed.columns, _digest(content), problem)
 
     def _check_size(self) -> None:
         """OSError if the file was cut short while it was read: the end that was met is not the input's end."""

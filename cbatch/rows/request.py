@@ -11,7 +11,11 @@ from cbatch.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input row as it was read. `data` holds all its columns, untouched."""
+    """One input row as it was read.
+
+    `data` holds all its columns, untouched, as the plain Python values that `cbatch/rows/values.py` lists; bytes and NaN
+    are among them. Prompts are made of `as_text` of it. A row with a `problem` has what could be read of its columns.
+    """
 
     source: str
     index: int  # position among its source's rows, from 0
