@@ -33,7 +33,7 @@ def check(config: RunConfig) -> int:
     from cbatch.model.loader import locate
 
     columns = plan.columns_on_request(config)
-    target = Target(config.output, columns) if config.output.output else None
+    target = Target(config.output, config.engine.model, columns) if config.output.output else None
     sources = resolve(config.input.inputs, target.owns if target else lambda _: False)
     shape = target.shape if target else RecordShape(config.output.prefix, on_request=columns)
     plan.check_first_rows(sources, config, shape)

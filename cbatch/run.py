@@ -71,7 +71,7 @@ class Job:
     def __init__(self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline) -> None:
         self.config, self.stats, self.progress, self.deadline = config, stats, progress, deadline
         self.rank = find_rank(config.task.shard, os.environ)
-        self.target = Target(config.output, plan.columns_on_request(config))
+        self.target = Target(config.output, config.engine.model, plan.columns_on_request(config))
         self.ending = Ending(stats, progress, deadline, self.target, self.rank)
         deadline.note, deadline.last_words = progress.note, self.ending.last_words
 

@@ -78,6 +78,15 @@ def test_a_text_request_is_never_put_into_a_conversation(build: PromptBuilder, p
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, {}, "invalid_params"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": 0}, {}, "invalid_params"),
+        ({"messages": [{"role": "user", "content": "x"}], "n": True}, {}, "invalid_params"),
+        ({"messages": [{"role": "user", "content": "x"}], "stream": 0}, {}, "invalid_params"),
+        ({"messages": [{"role": "user", "content": "x"}], "logit_bias": {"5": 1}}, {}, "invalid_params"),
+        ({"prompt": ["a", "b"]}, {"url": "/v1/completions"}, "invalid_request"),
+        ({"prompt": [[1, 2], [3]]}, {"url": "/v1/completions"}, "invalid_request"),
+        ({"prompt": [{"role": "user", "content": "x"}]}, {"url": "/v1/completions"}, "invalid_prompt"),
+        ({"prompt": 7}, {"url": "/v1/completions"}, "invalid_prompt"),
+        ({"prompt": "x"}, {"url": "/v1/responses"}, "invalid_request"),
     ],
 )
 def test_a_request_that_can_not_be_answered_is_an_error_of_its_row(
@@ -86,3 +95,60 @@ def test_a_request_that_can_not_be_answered_is_an_error_of_its_row(
     with pytest.raises(RowError, match=r"^in\.jsonl:1: ") as caught:
         build(request(body, **data))
     assert caught.value.kind == kind
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"method": "post"},
+        {"method": None, "url": None},
+        {"url": "/chat/completions"},
+        {"url": "https://api.openai.com/v1/chat/completions"},
+        {"url": "http://localhost:8000/v1/chat/completions/?timeout=9"},
+    ],
+)
+def test_a_request_is_known_by_its_url_however_it_is_written(build: PromptBuilder, data: dict[str, Any]) -> None:
+    assert build(request(CHAT, **data)).token_ids == build(request(CHAT)).token_ids
+
+
+@pytest.mark.parametrize("prompt", [["hi"], [[5, 6]]])
+def test_a_list_of_one_prompt_is_that_prompt(build: PromptBuilder, prompt: list[Any]) -> None:
+    url = "/v1/completions"
+    assert (
+        build(request({"prompt": prompt}, url=url)).token_ids
+        == build(request({"prompt": prompt[0]}, url=url)).token_ids
+    )
+
+
+def test_settings_that_ask_for_nothing_are_allowed(build: PromptBuilder) -> None:
+    neutral = {"n": 1.0, "logit_bias": {}, "top_logprobs": 0, "stop": [], "temperature": None, "best_of": 1}
+    assert build(request({**CHAT, **neutral})).params == build(request(CHAT)).params
+
+
+@pytest.mark.parametrize("names", [("max_tokens", "max_completion_tokens"), ("max_completion_tokens", "max_tokens")])
+def test_two_names_of_one_setting_must_agree_in_either_order(build: PromptBuilder, names: tuple[str, str]) -> None:
+    assert build(request({**CHAT, **dict.fromkeys(names, 3)})).params.max_tokens == 3
+    with pytest.raises(RowError, match="contradicts max_tokens") as caught:
+        build(request({**CHAT, names[0]: 2, names[1]: 4}))
+    assert caught.value.kind == "invalid_params"
+
+
+@pytest.mark.parametrize(
+    ("data", "remarks"),
+    [
+        ({"prompt": "x", "max_tokens": 5}, ("setting_as_column",)),
+        ({"prompt": "x", "temprature": 0.5, "Params": {}}, ("setting_as_column",)),
+        ({"prompt": "x", "sampling_params": {"max_tokens": 5}}, ("setting_as_column",)),
+        ({"prompt": "x", "params": {"max_tokens": 5}, "text": "", "id": 1, "tokens": 3, "topic": "t"}, ()),
+        ({"custom_id": "1", "body": {**CHAT, "model": "gpt-x"}}, ("other_model",)),
+        ({"custom_id": "1", "body": {**CHAT, "model": "served"}}, ()),
+        ({"custom_id": "1", "body": CHAT}, ()),
+    ],
+)
+def test_what_a_user_may_not_expect_is_remarked(data: dict[str, Any], remarks: tuple[str, ...]) -> None:
+    tokenizer = make_tokenizer(TEMPLATE)
+    build = PromptBuilder(PromptConfig(), SamplingParams(seed=7), tokenizer, 200, VOCAB_SIZE, model="served")
+    assert build(row(**data)).remarks == remarks

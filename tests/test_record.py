@@ -177,12 +177,12 @@ def openai_row(**body: Any) -> Row:
 
 
 def test_a_chat_request_is_answered_in_openais_shape() -> None:
-    record = RecordShape().record(done(openai_row(), num_cached_tokens=8, finish_reason="length"))
+    record = RecordShape(model="ran").record(done(openai_row(), num_cached_tokens=8, finish_reason="length"))
     body = record["response"]["body"]
     assert record.keys() == {"id", "custom_id", "response", "error", "row", "source"}
     assert (record["custom_id"], record["error"], record["row"], record["source"]) == ("r-1", None, 3, "in.jsonl")
     assert record["response"]["status_code"] == 200
-    assert (body["object"], body["model"]) == ("chat.completion", "m")
+    assert (body["object"], body["model"]) == ("chat.completion", "ran")
     assert type(body["created"]) is int
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": "out"}

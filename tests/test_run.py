@@ -144,6 +144,7 @@ def test_failed_rows_are_records_of_their_own_kind_and_are_counted(job: Callable
         "failed": 5,
         "length_limited": sum(record["finish_reason"] == "length" for record in found),
         "errors": Counter(record["error_kind"] for record in failed),
+        "remarks": {},
     }
     assert figures["finished"]
 
@@ -167,7 +168,7 @@ def test_a_finished_job_run_again_changes_no_record_and_loads_no_weights(
         assert job(model="model") == OK
     assert not loaded
     assert {path: path.read_bytes() for path in Path("out").glob("part-*")} == before
-    assert summary()["rows"] | {"errors": 0} == {
+    assert summary()["rows"] | {"errors": 0, "remarks": 0} == {
         "total": 5,
         "done_earlier": 5,
         "failed_earlier": 0,
@@ -175,6 +176,7 @@ def test_a_finished_job_run_again_changes_no_record_and_loads_no_weights(
         "failed": 0,
         "length_limited": 0,
         "errors": 0,
+        "remarks": 0,
     }
 
 

@@ -31,12 +31,14 @@ class RecordKey(NamedTuple):
 class RecordShape:
     """The columns of records. `prefix` goes before the names that cbatch adds.
 
-    With `openai`, rows in the format of OpenAI's batch API are answered in that format. `on_request`: columns added beside
+    With `openai`, rows in the format of OpenAI's batch API are answered in that format, under the name of the `model` that
+    runs. `on_request`: columns added beside
     those that are always there.
     """
 
     prefix: str = ""
     openai: bool = True
+    model: str = ""
     on_request: tuple[str, ...] = ()
 
     @property
@@ -57,7 +59,7 @@ class RecordShape:
         """The record of a completion: all input columns and the generated ones, which win where names collide."""
         row = completion.row
         if self._is_openai(row):
-            return openai.answer(completion, self.prefix)
+            return openai.answer(completion, self.model, self.prefix)
         (output,) = completion.outputs
         values = {
             "completion": output.text,

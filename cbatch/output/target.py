@@ -23,9 +23,9 @@ _OTHER_SUFFIXES = (".csv", ".tsv", ".json", ".ndjson", ".txt", ".gz", ".zst", ".
 class Target:
     """Standard output, a folder or a single file, and the format of the records there."""
 
-    def __init__(self, output: OutputConfig, on_request: tuple[str, ...] = ()) -> None:
-        """`on_request`: columns that are added beside those that are always there."""
-        self.output, self._on_request = output, on_request
+    def __init__(self, output: OutputConfig, model: str = "", on_request: tuple[str, ...] = ()) -> None:
+        """`model`: its name, for records that say it. `on_request`: columns beside those that are always added."""
+        self.output, self._model, self._on_request = output, model, on_request
         self.path, self.is_stream = Path(output.output), output.output == "-"
         by_suffix = next((kind for kind in ("jsonl", "parquet") if self.path.name.endswith(f".{kind}")), None)
         self.format = output.format or by_suffix or "jsonl"
@@ -76,7 +76,7 @@ class Target:
 
     @property
     def shape(self) -> RecordShape:
-        return RecordShape(self.output.prefix, self.format == "jsonl", self._on_request)
+        return RecordShape(self.output.prefix, self.format == "jsonl", self._model, self._on_request)
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -8,14 +8,21 @@ from __future__ import annotations
 import time
 import zlib
 from typing import Any
+from urllib.parse import urlsplit
 
 from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Output, Row
 
-_PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}  # by URL
+_PROMPT_FIELDS = {"/chat/completions": "messages", "/completions": "prompt"}  # by the end of the URL's path
 _PARAM_NAMES = {"max_completion_tokens": "max_tokens"}
-_IGNORED = {"model", "messages", "prompt", "user", "metadata", "store", "service_tier"}
-_NEUTRAL = {"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False}  # allowed with this value only
+_IGNORED = {  # changes no text
+    *("model", "messages", "prompt", "user", "metadata", "store", "service_tier"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+}
+_NEUTRAL = {  # allowed with this value only
+    **{"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False},
+    **{"top_logprobs": 0, "logit_bias": {}, "suffix": "", "response_format": {"type": "text"}, "modalities": ["text"]},
+}
 
 
 def is_request(row: Row) -> bool:
@@ -25,39 +32,77 @@ def is_request(row: Row) -> bool:
 
 def prompt_and_params(row: Row) -> tuple[Any, dict[str, Any]]:
     """The prompt of a request row and its sampling parameters by cbatch's names; RowError if cbatch can't do it."""
-    body, url = row.data["body"], row.data.get("url") or "/v1/chat/completions"
-    if not isinstance(body, dict) or str(url) not in _PROMPT_FIELDS or (row.data.get("method") or "POST") != "POST":
-        raise RowError(
-            "invalid_request", f"cbatch answers POST to {' and '.join(_PROMPT_FIELDS)} with a body, not {url!r:.80}"
-        )
-    prompt = body.get(_PROMPT_FIELDS[url])
+    body = row.data["body"]
+    if not isinstance(body, dict):
+        raise RowError("invalid_request", f"the body must be an object, not {body!r:.80}")
+    field = _prompt_field(row.data.get("method"), row.data.get("url"))
+    prompt = body.get(field)
     if prompt is None:
-        raise RowError("missing_prompt", f"the body has no {_PROMPT_FIELDS[url]!r}")
-    if _PROMPT_FIELDS[url] == "messages" and not isinstance(prompt, list):
+        raise RowError("missing_prompt", f"the body has no {field!r}")
+    if field == "messages" and not isinstance(prompt, list):
         raise RowError("invalid_messages", f"messages must be a list, not {prompt!r:.80}")
-    return prompt, _params(body)
+    return _single(prompt) if field == "prompt" else prompt, _params(body)
+
+
+def names_other_model(row: Row, model: str) -> bool:
+    """Whether a request row names another model than the one that runs."""
+    body = row.data["body"]
+    return isinstance(body, dict) and body.get("model") not in (None, model)
+
+
+def _prompt_field(method: Any, url: Any) -> str:
+    """Where the body of a request has its prompt. The URL may be whole, and lack its /v1; without one it is a chat."""
+    path = urlsplit(str(url or "/v1/chat/completions")).path.rstrip("/")
+    field = next((field for end, field in _PROMPT_FIELDS.items() if path.endswith(end)), None)
+    if field is None or str(method or "POST").upper() != "POST":
+        raise RowError(
+            "invalid_request",
+            f"{method or 'POST'!s:.20} {url!s:.200}: cbatch answers POST to /v1/chat/completions and /v1/completions",
+        )
+    return field
+
+
+def _single(prompt: Any) -> Any:
+    """The one prompt of a request for completions: a text, or token ids."""
+    if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+        if len(prompt) != 1:
+            raise RowError("invalid_request", f"a list of {len(prompt)} prompts: make a request of each")
+        return _single(prompt[0])
+    if not isinstance(prompt, (str, list)):
+        raise RowError("invalid_prompt", f"a prompt must be a text or token ids, not {prompt!r:.80}")
+    return prompt
 
 
 def _params(body: dict[str, Any]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for name, value in body.items():
-        if name in _IGNORED or value is None:
+        if name in _IGNORED or value is None or _is_neutral(name, value):
             continue
-        if name not in _NEUTRAL:
-            params[_PARAM_NAMES.get(str(name), str(name))] = value
-        elif value != _NEUTRAL[name]:
-            raise RowError("invalid_params", f"{name}: {value!r} is not supported")
+        if name in _NEUTRAL:
+            raise RowError("invalid_params", f"{name}: {value!r:.80} is not supported")
+        known = _PARAM_NAMES.get(str(name), str(name))
+        if params.setdefault(known, value) != value:
+            raise RowError("invalid_params", f"{name}: {value!r:.80} contradicts {known}: {params[known]!r:.80}")
     return params
 
 
-def answer(completion: Completion, prefix: str) -> dict[str, Any]:
-    """A line of an OpenAI batch output file; `row` and `source`, with the prefix, are added for a resumed job."""
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a value asks for nothing. False is no number here: `logprobs: 0` asks for some."""
+    neutral = _NEUTRAL.get(name)
+    return name in _NEUTRAL and value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def answer(completion: Completion, model: str, prefix: str) -> dict[str, Any]:
+    """A line of an OpenAI batch output file. `model`: the one that ran. `row` and `source`, with the prefix, are added for a
+    resumed job.
+    """
     row, response, error = completion.row, None, None
     unique = f"{zlib.crc32(row.source.encode(errors='replace')):08x}-{row.index}"
     if completion.error:
         error = {"code": completion.error.kind, "message": str(completion.error)}
     else:
-        response = {"status_code": 200, "request_id": f"req-{unique}", "body": _body(completion, f"cmpl-{unique}")}
+        body = _body(completion, f"cmpl-{unique}", model)
+        response = {"status_code": 200, "request_id": f"req-{unique}", "body": body}
     return {
         "id": f"batch_req_{unique}",
         "custom_id": row.data["custom_id"],
@@ -68,7 +113,7 @@ def answer(completion: Completion, prefix: str) -> dict[str, Any]:
     }
 
 
-def _body(completion: Completion, body_id: str) -> dict[str, Any]:
+def _body(completion: Completion, body_id: str, model: str) -> dict[str, Any]:
     num_prompt_tokens, num_tokens = completion.num_prompt_tokens, completion.num_completion_tokens
     details = {"cached_tokens": completion.num_cached_tokens}
     if completion.num_truncated_tokens:
@@ -77,7 +122,7 @@ def _body(completion: Completion, body_id: str) -> dict[str, Any]:
         "id": body_id,
         "object": "chat.completion" if completion.chat else "text_completion",
         "created": int(time.time()),
-        "model": completion.row.data["body"].get("model"),
+        "model": model,
         "choices": [_choice(index, output, completion.chat) for index, output in enumerate(completion.outputs)],
         "usage": {
             "prompt_tokens": num_prompt_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ from cbatch.config import PromptConfig, SamplingParams
 from cbatch.errors import RowError, UsageError
 from cbatch.rows import openai
 from cbatch.rows.conversation import Conversations
-from cbatch.rows.encode import Encoder, is_token_ids
+from cbatch.rows.encode import Encoded, Encoder, is_token_ids
 from cbatch.rows.identity import Identities
+from cbatch.rows.remarks import is_like_a_setting
 from cbatch.rows.request import Request, Row
 from cbatch.rows.template import compiled_template
 from cbatch.rows.values import as_text
@@ -27,8 +29,11 @@ class PromptBuilder:
         tokenizer: Any,
         max_model_len: int,
         vocab_size: int,
+        model: str = "",
     ) -> None:
+        """`model`: its name, as the user wrote it."""
         self.config, self.sampling, self.max_model_len = config, sampling, max_model_len
+        self._model = model
         self._conversations = Conversations(tokenizer, config.system)
         self._encoder = Encoder(tokenizer, vocab_size, max_model_len, config.truncate)
         if config.chat and not self._conversations.has_template:
@@ -67,9 +72,18 @@ class PromptBuilder:
         if chat:
             prompt = self._conversations.render(prompt)
         encoded = self._encoder(prompt, params.max_tokens, is_rendered=chat)
-        remarks = ("truncated",) if encoded.num_truncated_tokens else ()
+        remarks = tuple(self._remarks(row, encoded))
         key = self._random_key(identity, overrides)
         return Request(row, encoded.token_ids, params, key, chat, encoded.num_truncated_tokens, remarks)
+
+    def _remarks(self, row: Row, encoded: Encoded) -> Iterator[str]:
+        """What is worth knowing about a row that runs."""
+        if encoded.num_truncated_tokens:
+            yield "truncated"
+        if openai.is_request(row) and openai.names_other_model(row, self._model):
+            yield "other_model"
+        if any(map(is_like_a_setting, row.data)):
+            yield "setting_as_column"
 
     def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
         """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""
