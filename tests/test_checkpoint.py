@@ -442,3 +442,78 @@ def test_a_model_with_the_same_weights_under_another_prefix_is_taken() -> None:
     files.check()
     loaded, made = files.load("float32", "cpu", dummy=False), make_model(make_config(tie_word_embeddings=True))
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), made.parameters(), strict=True))
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("file", "settings"),
+    [
+        ("config.json", {"architectures": 5}),
+        ("config.json", {"architectures": "LlamaForCausalLM"}),
+        ("config.json", {"eos_token_id": "</s>"}),
+        ("config.json", {"eos_token_id": [[2]]}),
+        ("config.json", {"rope_scaling": 5}),
+        ("config.json", {"model_type": ["llama"]}),
+        ("config.json", {"dtype": "of_tomorrow"}),
+        ("config.json", {"dtype": "float8_e4m3fn"}),
+        ("config.json", {"dtype": 5}),
+        ("generation_config.json", {"eos_token_id": {"a": 1}}),
+        ("generation_config.json", {"eos_token_id": True}),
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer.json", {"model": {"type": "of_tomorrow"}}),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"added_tokens": 7}),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_in_one_line(folder: Path, file: str, settings: dict[str, Any]) -> None:
+    edit(folder / file, **settings)
+    refused(folder, "can't read the model's")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe{}", b"[" * 100_000])
+def test_a_file_that_holds_no_object_is_refused_in_one_line(folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+    refused(folder, "can't read the model's")
+
+
+def test_settings_of_generation_that_cbatch_does_not_use_may_be_anything(folder: Path) -> None:
+    edit(folder / "generation_config.json", pad_token_id="<pad>", num_beams=[4])
+    write_rows([{"prompt": "the rain"}])
+    assert run_job(model="model", output="out.jsonl", max_tokens=2) == 0
+
+
+def header_of(folder: Path) -> tuple[dict[str, Any], bytes]:
+    content = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [2**40, 2**40]},
+        {"shape": [-1]},
+        {"shape": "32"},
+        {"dtype": "F7"},
+        {"data_offsets": [0, 2**62]},
+        {"data_offsets": [8, 0]},
+        {"data_offsets": None},
+    ],
+)
+def test_a_header_that_can_not_be_is_refused_before_anything_is_allocated(folder: Path, change: dict[str, Any]) -> None:
+    header, data = header_of(folder)
+    header["model.norm.weight"].update(change)
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    refused(folder, r"model\.safetensors is damaged or cut short")
+
+
+@pytest.mark.parametrize("length", [0, 7, 8, 100, -1])
+def test_weights_that_are_cut_short_are_refused(folder: Path, length: int) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:length])
+    refused(folder, r"model\.safetensors is damaged or cut short")

@@ -22,6 +22,7 @@ _EMBEDS = ("modules.json", "config_sentence_transformers.json")  # of sentence-t
 _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # keys of config.json; the last is MLX's
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # modelopt, GPTQ, AWQ
 _SCHEME = ("quant_method", "quant_algo", "quant_type")
+_DTYPES = ("None", "float64", "float32", "float16", "bfloat16")  # that weights are plain numbers of
 _MOST_LAYERS = 10_000  # of a model that is believed
 # Settings that change a model's arithmetic where its type knows them. One that it does not know would be passed over.
 _ARITHMETIC = re.compile(
@@ -85,6 +86,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def believe(config: Any) -> None:
+    """ValueError if a configuration, as transformers reads it, can't be true of a model; a pad token that is none is dropped.
+
+    Nothing is padded here, and transformers would look up a pad token outside of the vocabulary.
+    """
+    vocab_size = config.get_text_config().vocab_size
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise ValueError(f"vocab_size is {vocab_size!r:.80}")
+    for part in (config, config.get_text_config()):
+        if str(getattr(part, "dtype", None)).removeprefix("torch.") not in _DTYPES:
+            raise ValueError(f"dtype is {part.dtype!s:.80}")
+        if not 0 <= (getattr(part, "pad_token_id", None) or 0) < vocab_size:
+            part.pad_token_id = None
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
     with reading("configuration" if file.name == "config.json" else file.name):
@@ -92,6 +108,14 @@ def read_json(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError(f"{file.name} holds no JSON object")
         return content
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    """The ids in a setting that holds one, several or none."""
+    ids = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    if not all(type(token) is int for token in ids):
+        raise UsageError(f"can't read the model's configuration: {name} is {value!r:.80}, not a token id")
+    return list(ids)
 
 
 def check_architecture(config: dict[str, Any], model_type: str) -> None:
@@ -102,6 +126,8 @@ def check_architecture(config: dict[str, Any], model_type: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
     said = config.get("architectures") or []
+    if not isinstance(said, list):
+        raise UsageError(f"can't read the model's configuration: architectures is {said!r:.80}, not a list")
     known = KNOWN.get(model_type)
     if known is None:
         raise UsageError(f"models of type {model_type} are no language models that transformers can generate with")

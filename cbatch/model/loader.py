@@ -72,15 +72,7 @@ class ModelFiles:
             else:
                 checkpoint.read_config(self.path)
             config = AutoConfig.from_pretrained(**where)
-            text = config.get_text_config()
-            if not (isinstance(text.vocab_size, int) and text.vocab_size > 0):
-                raise ValueError(f"vocab_size is {text.vocab_size!r:.80}")
-            for part in (
-                config,
-                text,
-            ):  # nothing is padded here, and an id outside of the vocabulary can't be looked up
-                if not 0 <= (getattr(part, "pad_token_id", None) or 0) < text.vocab_size:
-                    part.pad_token_id = None
+            checkpoint.believe(config)
         return config
 
     @cached_property
@@ -98,13 +90,9 @@ class ModelFiles:
     @cached_property
     def generation_config(self) -> dict[str, Any]:
         """The settings in the model's generation_config.json; empty without such a file."""
-        from transformers import GenerationConfig
-
-        if not (self.path / "generation_config.json").is_file():
-            return {}
-        with about(self.name), reading("generation_config.json"):
-            settings: dict[str, Any] = GenerationConfig.from_pretrained(str(self.path)).to_diff_dict()
-            return settings
+        file = self.path / "generation_config.json"
+        with about(self.name):
+            return checkpoint.read_json(file) if file.is_file() else {}
 
     @property
     def context(self) -> int:
@@ -123,15 +111,15 @@ class ModelFiles:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """All end-of-sequence ids: of the configuration, the generation configuration and the tokenizer."""
-        ids: set[int] = set()
-        for value in (
+        named = [
             getattr(self.config.get_text_config(), "eos_token_id", None),
             getattr(self.config, "eos_token_id", None),
             self.generation_config.get("eos_token_id"),
             self.tokenizer.eos_token_id,
             *(self._header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _GGUF_ENDS if self.is_gguf),
-        ):
-            ids.update(value if isinstance(value, (list, tuple)) else () if value is None else (value,))
+        ]
+        with about(self.name):
+            ids = {token for value in named for token in checkpoint.token_ids(value, "eos_token_id")}
         vocabulary = range(self.config.get_text_config().vocab_size)
         return frozenset(token for token in ids if token in vocabulary)
 
@@ -147,6 +135,7 @@ class ModelFiles:
                 checkpoint.check_architecture(said, config.model_type)
                 checkpoint.check_settings(said, config)
             self._check_skeleton(dummy)
+        _ = self.eos_token_ids  # reads the tokenizer and the generation configuration
 
     def _check_type(self) -> None:
         text = self.config.get_text_config()
@@ -183,7 +172,6 @@ class ModelFiles:
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
         """The model in evaluation mode, its attention routed to cbatch. `dtype`: as torch names it."""
         import torch
-        from safetensors import SafetensorError
         from transformers.utils import logging
 
         from cbatch.model.attention import NAME
@@ -200,7 +188,7 @@ class ModelFiles:
             raise Fatal(
                 f"{self.name}: models of type {kind} have attention of their own, which is not supported"
             ) from None
-        except (OSError, ValueError, RuntimeError, SafetensorError, UsageError) as error:
+        except Exception as error:  # damaged files make it fail in many ways
             raise Fatal(f"{self.name}: can't load the weights: {first_line(error)}") from None
         return model.to(device).eval()  # to() does nothing where the weights are there already
 
@@ -214,7 +202,7 @@ class ModelFiles:
 
     def _with_weights(self, device: str, **settings: Any) -> Any:
         """The model with the weights of its files; ValueError if these are not all of its weights, and nothing else."""
-        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig
 
         from cbatch.model.skeleton import misfit
 
@@ -225,6 +213,7 @@ class ModelFiles:
                 **where,
                 **settings,
                 config=copy.deepcopy(self.config),
+                generation_config=GenerationConfig(),  # so that it reads none: what cbatch takes of it, it reads itself
                 use_safetensors=True,
                 device_map=None if device == "cpu" else {"": device},
                 output_loading_info=True,
