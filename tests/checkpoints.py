@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Config, str]] = {  # and a word that the reason holds
         },
         "",
     ),
-    "falcon-rw-1b": ({**_FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}, "ALiBi"),
+    "falcon-rw-1b": ({**_FALCON, "alibi": True, "bias": True, "multi_query": False, "parallel_attn": False}, "falcon"),
     "falcon-7b-instruct": (_FALCON, "falcon"),
     "falcon-40b": ({**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "multi_query": False}, "falcon"),
     "stablelm-2-1_6b-chat": (_STABLELM, "stablelm"),
@@ -436,11 +436,15 @@ REFUSED: dict[str, tuple[Config, str]] = {  # and a word that the reason holds
         },
         "jamba",
     ),
-    "Zamba2-1.2B": ({**_DECODER, "architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"}, "zamba2"),
+    "Zamba2-1.2B": (
+        {**_DECODER, "num_hidden_layers": 54, "architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
+        "zamba2",
+    ),
     "granite-4.0-h-tiny": (
         {
             **{**_GRANITE, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
             **{"layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2},
         },
         "granitemoehybrid",
     ),

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cbatch.check import check
-from cbatch.errors import OK
-from tests.checkpoints import RUN
+from cbatch.errors import OK, UsageError
+from tests.checkpoints import REFUSED, RUN
 from tests.jobs import job_config, read_jsonl, run_job, write_rows
 from tests.tiny import generate, make_model, make_tokenizer
 
@@ -49,3 +49,22 @@ def test_completions_are_those_of_transformers(name: str) -> None:
         expected = generate(own, prompt, NUM_TOKENS)
         assert record["completion"] == decode(expected, skip_special_tokens=True)
         assert record["completion_tokens"] == NUM_TOKENS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cbatch_can_not_run_is_refused_in_one_line_by_check_and_run(name: str) -> None:
+    config, reason = REFUSED[name]
+    folder = Path("model")
+    folder.mkdir()
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_rows([{"prompt": "the rain"}])
+    for refuse in (lambda: check(job_config(model="model")), lambda: run_job(model="model", output="out")):
+        with pytest.raises(UsageError) as refused:
+            refuse()
+        line = str(refused.value)
+        assert line.startswith("model: ")
+        assert reason in line
+        assert len(line.splitlines()) == 1
+        assert "no weights" not in line  # which would be another reason
+    assert not Path("out").exists()

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cbatch.errors import Fatal, UsageError, first_line
+from cbatch.errors import Fatal, UsageError
 
 FILES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken")  # that a folder's completions depend on
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -23,7 +23,7 @@ _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # ke
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # modelopt, GPTQ, AWQ
 _SCHEME = ("quant_method", "quant_algo", "quant_type")
 _DTYPES = ("None", "float64", "float32", "float16", "bfloat16")  # that weights are plain numbers of
-_MOST_LAYERS = 10_000  # of a model that is believed
+_MOST_LAYERS = 2_000  # of a model that is believed
 # Settings that change a model's arithmetic where its type knows them. One that it does not know would be passed over.
 _ARITHMETIC = re.compile(
     r"softcap|_multiplier$|logits?_scal|^query_pre_attn_scalar$|embedding_scale|residual_scale|alibi|^rotary|rotary_|"
@@ -48,7 +48,8 @@ def reading(what: str) -> Iterator[None]:
     except (Fatal, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise UsageError(f"can't read the model's {what}: {first_line(error):.500}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"can't read the model's {what}: {reason:.400}") from None
 
 
 def check_files(path: Path) -> None:
@@ -80,10 +81,22 @@ def read_config(folder: Path) -> dict[str, Any]:
         for key, value in part.items():
             if "layer" in key and isinstance(value, (int, float)) and value > _MOST_LAYERS:
                 raise UsageError(f"can't read the model's configuration: {key} is {value}")
+    return config
+
+
+def check_config(config: dict[str, Any], unsupported: Collection[str]) -> None:
+    """UsageError if config.json tells of no language model, or of quantized weights of a type that is not `unsupported`."""
+    check_architecture(config)
+    if str(config.get("model_type")) not in unsupported:  # else there is a better reason
+        check_quantization(config)
+
+
+def check_quantization(config: dict[str, Any]) -> None:
+    """UsageError if config.json names a scheme that the weights are quantized by, for all of a model or a part of it."""
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in _QUANTIZED:
             if part.get(key):
                 raise UsageError(_is_quantized(part[key], f"{key} in config.json"))
-    return config
 
 
 def believe(config: Any) -> None:
@@ -118,19 +131,23 @@ def token_ids(value: Any, name: str) -> list[int]:
     return list(ids)
 
 
-def check_architecture(config: dict[str, Any], model_type: str) -> None:
-    """UsageError if `architectures` names something else than the language model of this type in transformers.
+def check_architecture(config: dict[str, Any]) -> None:
+    """UsageError if config.json names something else than the language model of its type in transformers.
 
     A classifier or an embedding model has the same weights but for its head; with tied embeddings none would be missing.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
 
-    said = config.get("architectures") or []
+    said, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(said, list):
         raise UsageError(f"can't read the model's configuration: architectures is {said!r:.80}, not a list")
+    if not isinstance(model_type, str):
+        return  # transformers says what is wrong with it
     known = KNOWN.get(model_type)
     if known is None:
-        raise UsageError(f"models of type {model_type} are no language models that transformers can generate with")
+        of_it = "an encoder and a decoder" if config.get("is_encoder_decoder") else ", ".join(map(str, said))
+        code = "; custom code that comes with a checkpoint is never run" if config.get("auto_map") else ""
+        raise UsageError(f"models of type {model_type} ({of_it:.200}) are no language models of transformers{code}")
     if not said or known in said or any(_names(architecture, model_type) for architecture in said):
         return
     raise UsageError(

@@ -127,13 +127,13 @@ class ModelFiles:
         """Refuse by name, before any weight is read, what can't be run. `dummy`: the weights need not be there."""
         with about(self.name):
             checkpoint.check_files(self.path)
+            if not self.is_gguf:
+                checkpoint.check_config(checkpoint.read_config(self.path), _NOT_DECODERS)
         config = self.config
         with about(self.name):
             self._check_type()
             if not self.is_gguf:
-                said = checkpoint.read_config(self.path)
-                checkpoint.check_architecture(said, config.model_type)
-                checkpoint.check_settings(said, config)
+                checkpoint.check_settings(checkpoint.read_config(self.path), config)
             self._check_skeleton(dummy)
         _ = self.eos_token_ids  # reads the tokenizer and the generation configuration
 
@@ -152,13 +152,12 @@ class ModelFiles:
         """UsageError if the configuration makes no model that cbatch can run, or the stored tensors are not its weights."""
         from cbatch.model.skeleton import check_attention, check_tensors, skeleton
 
-        stored = {} if dummy else stored_tensors(self.path)
         model = skeleton(self.config)
         check_attention(model)
         if self.is_gguf:
             check_gguf(self._header, self.config, model)
         elif not dummy:
-            check_tensors(model, stored)
+            check_tensors(model, stored_tensors(self.path))
 
     def fingerprint(self) -> dict[str, Any]:
         """Digests of the files that completions depend on, by file name.

@@ -42,7 +42,7 @@ def check_attention(model: Any) -> None:
         attention_specs(model)
     except Fatal as refused:
         if refused.__cause__ is None:  # else the model can't run without weights, and is judged when it has them
-            raise UsageError(str(refused)) from None
+            raise UsageError(f"models of type {model.config.model_type} are not supported: {refused}") from None
 
 
 def check_tensors(model: Any, stored: Mapping[str, Stored]) -> None:
