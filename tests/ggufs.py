@@ -32,6 +32,7 @@ def save_gguf(
     template: str | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, Any] | None = None,
+    split: str = "default",
 ) -> Any:
     """Write a tiny Llama to a GGUF file, with metadata and tensors of one's own beside its; returns the model."""
     model, tokenizer = make_model(make_config()), make_tokenizer(template)
@@ -57,7 +58,7 @@ def save_gguf(
         add[type(value)](key, value)
     state = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(sorted(state, key=state.__getitem__))
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in sorted(state, key=state.__getitem__)])
     writer.add_token_merges(_merges(tokenizer))

@@ -387,8 +387,8 @@ def test_the_end_of_a_turn_in_a_gguf_file_ends_a_completion() -> None:
         ({"llama.logit_scale": 0.5}, "logit_scale is 0.5"),
         ({"llama.attention.causal": False}, r"attention\.causal is False"),
         ({"llama.block_count": 10**9}, "block_count is 1000000000"),
-        ({"llama.block_count": 1}, "not all of it would be used"),
-        ({"llama.vocab_size": 299}, "not all of it would be used"),
+        ({"llama.block_count": 1}, "not read as what it is"),
+        ({"llama.vocab_size": 299}, "not read as what it is"),
         ({"general.alignment": 0}, "alignment is 0"),
     ],
 )
@@ -399,9 +399,34 @@ def test_metadata_of_a_gguf_file_that_transformers_passes_over_is_refused(
     refused(Path("m.gguf"), pattern)
 
 
-def test_a_tensor_of_a_gguf_file_that_transformers_passes_over_is_refused() -> None:
+@pytest.mark.parametrize("name", ["rope_factors_long.weight", "blk.0.attn_q.bias", "score.weight"])
+def test_a_tensor_of_a_gguf_file_that_transformers_passes_over_is_refused(name: str) -> None:
+    save_gguf(Path("m.gguf"), tensors={name: [1.0, 2.0, 4.0, 8.0]})
+    refused(Path("m.gguf"), "not read as what it is")
+
+
+def test_the_scaling_of_llama_3_is_read_from_the_factors_of_a_gguf_file() -> None:
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"rope_theta": 500_000.0, "original_max_position_embeddings": 8192}
+    plain, scaled = make_config(rope_theta=500_000.0), make_config(rope_parameters=scaling)
+    factors = make_model(plain).model.rotary_emb.inv_freq / make_model(scaled).model.rotary_emb.inv_freq
+    assert factors.max() == 32
+    save_gguf(Path("m.gguf"), metadata={"llama.rope.freq_base": 500_000.0}, tensors={"rope_freqs.weight": factors})
+    assert locate("m.gguf").config.rope_parameters == scaling
+    write_rows([{"token_ids": list(range(3, 300, 2))}])
+    assert run_job(model="m.gguf", output="out.jsonl", max_tokens=6, dtype="float32", ignore_eos=True) == 0
+    expected = generate(make_model(scaled), list(range(3, 300, 2)), 6)
+    assert records("out.jsonl")[0]["completion"] == make_tokenizer().decode(expected, skip_special_tokens=True)
+
+
+def test_factors_of_another_scaling_are_refused() -> None:
     save_gguf(Path("m.gguf"), tensors={"rope_freqs.weight": [1.0, 2.0, 4.0, 8.0]})
-    refused(Path("m.gguf"), r"rope_freqs\.weight")
+    refused(Path("m.gguf"), r"rope_freqs\.weight is no scaling of Llama 3\.1")
+
+
+def test_a_way_to_split_text_that_transformers_does_not_know_is_refused() -> None:
+    save_gguf(Path("m.gguf"), split="deepseek-llm")
+    refused(Path("m.gguf"), r"tokenizer\.ggml\.pre is 'deepseek-llm'")
 
 
 def test_a_part_of_a_gguf_file_is_refused() -> None:

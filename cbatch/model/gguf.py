@@ -17,6 +17,23 @@ from cbatch.errors import UsageError
 
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_ROPE_FACTORS = "rope_freqs.weight"
+_LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Ways to split text that are GPT-2's, or differ in digits only, which the vocabularies made with them have one by one
+_LIKE_GPT2 = [
+    "default",
+    "gpt-2",
+    "gpt2",
+    "mpt",
+    "olmo",
+    "jais",
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+]
+_LIKE_GPT2 += ["exaone", "minerva-7b", "phi-2", "roberta-bpe"]
 _MOST_DIMENSIONS = 4  # of a tensor in ggml
 _LONGEST_ARRAY = 4096  # numbers; what is longer is passed over, as are all arrays of text
 
@@ -65,14 +82,51 @@ def check_gguf(header: GgufHeader, config: Any, model: Any) -> None:
             raise UsageError(
                 f"its {key} is {value!r:.80}, which transformers reads as {known!r:.80}; name the model's folder instead"
             )
-    stored = sum(prod(tensor.shape) for tensor in header.tensors)
+    _check_splits(header)
+    stored = sum(prod(tensor.shape) for tensor in header.tensors if tensor.name != _ROPE_FACTORS)
     needed = sum(weight.numel() for weight in model.parameters())
     if stored != needed:
         names = ", ".join(tensor.name for tensor in header.tensors if "." not in tensor.name.removesuffix(".weight"))
         raise UsageError(
-            f"it holds {stored:,} weights and {type(model).__name__} takes {needed:,}, so not all of it would be used "
+            f"it holds {stored:,} weights and {type(model).__name__} takes {needed:,}, so it is not read as what it is "
             f"(tensors outside of layers: {names:.200}); name the model's folder instead"
         )
+
+
+def _check_splits(header: GgufHeader) -> None:
+    """UsageError if transformers would split text in another way than the vocabulary was made for."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
+    except ImportError:  # an older version
+        return
+    split = header.metadata.get("tokenizer.ggml.pre")
+    if header.metadata.get("tokenizer.ggml.model") == "gpt2" and split and split not in {*_LIKE_GPT2, *SPLITS}:
+        raise UsageError(
+            f"its tokenizer.ggml.pre is {split!r:.80}, a way to split text that transformers does not know for GGUF files; "
+            "name the model's folder instead"
+        )
+
+
+def set_rope_factors(header: GgufHeader, path: Path, config: Any) -> None:
+    """Give a configuration the scaling of Llama 3.1 and later, which a GGUF file holds as a tensor of factors.
+
+    transformers passes over it. UsageError if no such scaling explains the factors.
+    """
+    import numpy as np
+
+    found = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FACTORS), None)
+    if found is None:
+        return
+    factors = np.fromfile(path, dtype="<f4", count=prod(found.shape), offset=found.start)
+    parameters = {**config.rope_parameters, **_LLAMA3, "rope_type": "llama3", "factor": float(factors.max())}
+    theta, size = parameters["rope_theta"], 2 * len(factors)
+    turns = _LLAMA3["original_max_position_embeddings"] * theta ** (-np.arange(0, size, 2) / size) / (2 * math.pi)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    scaled = ((turns - low) / (high - low)).clip(0, 1)
+    expected = 1 / ((1 - scaled) / parameters["factor"] + scaled)
+    if found.dtype != "F32" or size != config.head_dim or not np.allclose(factors, expected, rtol=1e-3):
+        raise UsageError(f"its {_ROPE_FACTORS} is no scaling of Llama 3.1 or later; name the model's folder instead")
+    config.rope_parameters = parameters
 
 
 def _as_read(setting: str, text: Any) -> Any:

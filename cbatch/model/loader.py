@@ -16,7 +16,7 @@ from typing import Any
 from cbatch.errors import Fatal, UsageError, first_line
 from cbatch.model import checkpoint, fetch
 from cbatch.model.checkpoint import about, reading
-from cbatch.model.gguf import GgufHeader, check_gguf
+from cbatch.model.gguf import GgufHeader, check_gguf, set_rope_factors
 from cbatch.model.weights import stored_tensors
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
@@ -73,6 +73,8 @@ class ModelFiles:
                 checkpoint.read_config(self.path)
             config = AutoConfig.from_pretrained(**where)
             checkpoint.believe(config)
+            if self.is_gguf:
+                set_rope_factors(self._header, self.path, config)
         return config
 
     @cached_property
