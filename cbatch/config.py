@@ -43,6 +43,13 @@ class PromptConfig(Settings):
         choices=("left", "right"),
     )
 
+    special_tokens_in_text: str | None = option(
+        None,
+        "What a special token is that a text only spells, such as <|im_start|> in a web page. plain: text like any other. "
+        "encode: that token. (default: plain in conversations, encode in raw prompts)",
+        choices=("encode", "plain"),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.system is not None and self.chat is False:

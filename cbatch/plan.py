@@ -133,7 +133,9 @@ def prompt_builder(config: RunConfig, files: ModelFiles, max_model_len: int) -> 
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
     vocab_size = files.config.get_text_config().vocab_size
-    return PromptBuilder(config.prompt, sampling, files.tokenizer, max_model_len, vocab_size, files.name)
+    return PromptBuilder(
+        config.prompt, sampling, files.tokenizer, max_model_len, vocab_size, files.eos_token_ids, files.name
+    )
 
 
 def settings(

@@ -145,6 +145,7 @@ def test_a_manifest_keeps_its_names_so_that_older_jobs_can_go_on(tiny_model: Pat
         **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": ["x"], "stop_token_id": [7]},
         **{"ignore_eos": False, "min_tokens": 0, "seed": 1, "prompt_column": "prompt", "template": None},
         **{"system": None, "chat": True, "max_model_len": 512, "truncate": None, "inputs": [], "input sizes": []},
+        "special_tokens_in_text": None,
         **{"dtype": "float32", "quantization": None, "kv_cache_dtype": "int8", "load_format": "auto"},
     }
 

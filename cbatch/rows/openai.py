@@ -115,8 +115,8 @@ def answer(completion: Completion, model: str, prefix: str) -> dict[str, Any]:
 
 def _body(completion: Completion, body_id: str, model: str) -> dict[str, Any]:
     num_prompt_tokens, num_tokens = completion.num_prompt_tokens, completion.num_completion_tokens
-    details = {"cached_tokens": completion.num_cached_tokens}
-    if completion.num_truncated_tokens:
+    details: dict[str, int | None] = {"cached_tokens": completion.num_cached_tokens}
+    if completion.num_truncated_tokens != 0:
         details["truncated_tokens"] = completion.num_truncated_tokens
     return {
         "id": body_id,

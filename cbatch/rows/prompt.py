@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,13 +29,16 @@ class PromptBuilder:
         tokenizer: Any,
         max_model_len: int,
         vocab_size: int,
+        eos_token_ids: Collection[int] = (),
         model: str = "",
     ) -> None:
         """`model`: its name, as the user wrote it."""
         self.config, self.sampling, self.max_model_len = config, sampling, max_model_len
         self._model = model
         self._conversations = Conversations(tokenizer, config.system)
-        self._encoder = Encoder(tokenizer, vocab_size, max_model_len, config.truncate)
+        self._encoder = Encoder(tokenizer, vocab_size, max_model_len, config.truncate, eos_token_ids)
+        if config.special_tokens_in_text == "plain" and not self._encoder.special.can_hide:
+            raise UsageError("--special-tokens-in-text plain: this model's tokenizer can't do that")
         if config.chat and not self._conversations.has_template:
             raise UsageError("--chat: this model has no chat template; use --raw")
         self.chat = self._conversations.has_template if config.chat is None else config.chat
@@ -69,17 +72,28 @@ class PromptBuilder:
         prompt, overrides = self._prompt_and_params(row)
         params = self._params(overrides)
         chat = isinstance(prompt, list) and not is_token_ids(prompt)
+        spells_special = self._encoder.special.are_in(prompt)
+        hides = spells_special and self._hides(chat)
+        if hides:
+            prompt = self._encoder.special.hide(prompt)
         if chat:
             prompt = self._conversations.render(prompt)
-        encoded = self._encoder(prompt, params.max_tokens, is_rendered=chat)
-        remarks = tuple(self._remarks(row, encoded))
+        encoded = self._encoder(prompt, params.max_tokens, is_rendered=chat, is_hidden=hides)
+        remarks = tuple(self._remarks(row, encoded, spells_special))
         key = self._random_key(identity, overrides)
         return Request(row, encoded.token_ids, params, key, chat, encoded.num_truncated_tokens, remarks)
 
-    def _remarks(self, row: Row, encoded: Encoded) -> Iterator[str]:
+    def _hides(self, chat: bool) -> bool:
+        """Whether special tokens that a text only spells are plain text. A raw prompt is all its user's, so there they are not."""
+        default = "plain" if chat and self._encoder.special.can_hide else "encode"
+        return (self.config.special_tokens_in_text or default) == "plain"
+
+    def _remarks(self, row: Row, encoded: Encoded, spells_special: bool) -> Iterator[str]:
         """What is worth knowing about a row that runs."""
-        if encoded.num_truncated_tokens:
+        if encoded.num_truncated_tokens != 0:
             yield "truncated"
+        if spells_special:
+            yield "special_tokens"
         if openai.is_request(row) and openai.names_other_model(row, self._model):
             yield "other_model"
         if any(map(is_like_a_setting, row.data)):

@@ -34,7 +34,7 @@ class Request:
     params: SamplingParams
     random_key: int  # key of the row's random stream, 64 bits
     chat: bool = True
-    num_truncated_tokens: int = 0  # that the prompt lost
+    num_truncated_tokens: int | None = 0  # that the prompt lost; None: so many that they were not counted
     remarks: tuple[str, ...] = ()  # kinds in `rows.remarks`
 
     @property
@@ -65,7 +65,7 @@ class Completion:
     outputs: tuple[Output, ...]
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    num_truncated_tokens: int = 0  # that the prompt lost before it was computed
+    num_truncated_tokens: int | None = 0  # that the prompt lost; None: so many that they were not counted
     chat: bool = True  # the prompt was a conversation
 
     @classmethod
