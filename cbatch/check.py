@@ -90,6 +90,7 @@ def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: Mod
         yield f"Of these    {remarks.summary(found.remarks)}"
     yield from _prompt_lines(found.lengths)
     yield _memory_line(found, builder.sampling.max_tokens, engine, files)
+    yield f"Last tokens {builder.last_tokens(found.first)} (of the first prompt)"
     yield f"First prompt ({found.first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:"
     yield builder.render(found.first)
 

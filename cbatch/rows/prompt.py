@@ -18,6 +18,8 @@ from cbatch.rows.request import Request, Row
 from cbatch.rows.template import compiled_template
 from cbatch.rows.values import as_text
 
+_SHOWN_TOKENS = 5
+
 
 class PromptBuilder:
     """Builds requests from rows; RowError says why a row can't become one."""
@@ -67,6 +69,11 @@ class PromptBuilder:
     def render(self, row: Row) -> str:
         """The prompt of a row as the model sees it, special tokens included."""
         return self._encoder.spell(self._request(row, "").token_ids)
+
+    def last_tokens(self, row: Row) -> str:
+        """The last tokens of a row's prompt for people, with their ids."""
+        ids = self._request(row, "").token_ids[-_SHOWN_TOKENS:]
+        return ", ".join(f"{token} {self._encoder.spell([token])!r}" for token in ids)
 
     def _request(self, row: Row, identity: str) -> Request:
         prompt, overrides = self._prompt_and_params(row)
