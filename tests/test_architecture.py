@@ -122,6 +122,7 @@ NO_TORCH = [
     "model/cache.py",
     "model/checkpoint.py",
     "model/gguf.py",
+    "model/tokenizer_files.py",
     "model/weights.py",
 ]
 

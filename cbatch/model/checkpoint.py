@@ -41,7 +41,7 @@ def about(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def reading(what: str, hint: str = "") -> Iterator[None]:
     """Whatever a damaged file raises becomes a UsageError of one line; tokenizers panics with a BaseException."""
     try:
         yield
@@ -49,7 +49,7 @@ def reading(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"can't read the model's {what}: {reason:.400}") from None
+        raise UsageError(f"can't read the model's {what}: {reason:.400}{hint}") from None
 
 
 def check_files(path: Path) -> None:

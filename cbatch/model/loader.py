@@ -17,6 +17,7 @@ from cbatch.errors import Fatal, UsageError, first_line
 from cbatch.model import checkpoint, fetch
 from cbatch.model.checkpoint import about, reading
 from cbatch.model.gguf import GgufHeader, check_gguf, set_rope_factors
+from cbatch.model.tokenizer_files import check_tokenizer, missing_packages
 from cbatch.model.weights import stored_tensors
 
 os.environ.setdefault("TQDM_DISABLE", "1")  # transformers draws bars even where nobody can see them
@@ -86,8 +87,10 @@ class ModelFiles:
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        with about(self.name), reading("tokenizer"), self._where() as where:
-            return AutoTokenizer.from_pretrained(**where)
+        with about(self.name), reading("tokenizer", missing_packages(self.path)), self._where() as where:
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            check_tokenizer(tokenizer, self.path / "tokenizer.json")
+        return tokenizer
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
