@@ -43,6 +43,8 @@ def check(config: RunConfig) -> int:
     engine = resolve_engine(config.engine, places, files, config.prompt.max_model_len)
     builder = plan.prompt_builder(config, files, engine.max_model_len)
     found = _read_all(read(sources, config.input.skip, config.input.limit), shape, builder)
+    if note := plan.not_applied(config, files):
+        print(note)
     for line in _report(found, builder, engine, files):
         print(line)
     return SOME_FAILED if found.errors else OK

@@ -6,7 +6,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, Optional, get_args, get_origin
 
@@ -37,6 +37,7 @@ _PANELS: dict[str, tuple[str, type]] = {
     "display": ("Display", DisplayConfig),
     "bench": ("Benchmark", BenchConfig),
 }
+_RUN_PANELS = [panel for panel in _PANELS if panel != "bench"]
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 _INPUTS_HELP = "Files, folders, patterns, hf://NAME?split=S, or - for standard input."
 
@@ -83,14 +84,14 @@ def _run(**values: Any) -> None:
     """
     from cbatch.run import run
 
-    raise typer.Exit(run(_config(values)))
+    raise typer.Exit(run(_config(**values)))
 
 
 def _check(**values: Any) -> None:
     """Read and tokenize all of INPUT without loading the model's weights, and say what a run would meet."""
     from cbatch.check import check
 
-    raise typer.Exit(check(_config(values)))
+    raise typer.Exit(check(_config(**values)))
 
 
 def _bench(**values: Any) -> None:
@@ -103,8 +104,16 @@ def _bench(**values: Any) -> None:
     raise typer.Exit(bench(_part("bench", values), _part("engine", values)))
 
 
-def _config(values: dict[str, Any]) -> RunConfig:
-    return RunConfig(**{panel.name: _part(panel.name, values) for panel in fields(RunConfig)})
+def _config(context: typer.Context, **values: Any) -> RunConfig:
+    names = [name for panel in _RUN_PANELS for name in declared(_PANELS[panel][1])]
+    given = frozenset(name for name in names if _is_given(context, name))
+    return RunConfig(**{panel: _part(panel, values) for panel in _RUN_PANELS}, given=given)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the user has set a field, by a flag or in a TOML file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _part(panel: str, values: dict[str, Any]) -> Any:
@@ -121,10 +130,11 @@ def _part(panel: str, values: dict[str, Any]) -> Any:
 
 def _command(function: Callable[..., None], name: str, panels: list[str]) -> None:
     """Register a command whose options are the fields of these panels' dataclasses."""
-    parameters = [_parameter("config", Annotated[Optional[Path], _config_option()], None)]  # noqa: UP045 typer reads it
+    config = Annotated[Optional[Path], _config_option()]  # noqa: UP045 typer reads it
+    parameters = [_parameter("context", typer.Context), _parameter("config", config, None)]
     if "input" in panels:
         inputs = Annotated[list[str], typer.Argument(help=_INPUTS_HELP, metavar="INPUT...")]
-        parameters.insert(0, _parameter("inputs", inputs))
+        parameters.insert(1, _parameter("inputs", inputs))
     for panel in panels:
         title, kind = _PANELS[panel]
         parameters += [_option(spec, hint, title) for spec, hint in declared(kind).values() if spec.metadata]
@@ -176,19 +186,26 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     else:
         import tomli as tomllib
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: {error}") from None
-    settings = {key.replace("-", "_"): value for key, value in settings.items()}
     names = field_names(*(kind for _, kind in _PANELS.values()))
-    if unknown := settings.keys() - names.keys():
-        raise UsageError(f"--config {path}: unknown setting {min(unknown)!r}")
+    fields_of = {key: names.get(key.replace("-", "_"), "") for key in settings}
     try:
-        context.default_map = by_field(settings, names)
-    except SettingError as error:
+        if unknown := [key for key, name in fields_of.items() if not name]:
+            raise UsageError(f"unknown setting {unknown[0]!r}")
+        by_name = by_field(settings, fields_of)
+        context.default_map = {name: _checked_alone(name, value) for name, value in by_name.items()}
+    except (SettingError, UsageError) as error:
         raise UsageError(f"--config {path}: {error}") from None
 
 
-_command(_run, "run", [panel.name for panel in fields(RunConfig)])
+def _checked_alone(name: str, value: Any) -> Any:
+    """The value of a setting in a file, as its class takes it: no conversion, so that true is no number."""
+    kind = next(kind for _, kind in _PANELS.values() if name in declared(kind))
+    return getattr(kind(**{name: value}), name)
+
+
+_command(_run, "run", _RUN_PANELS)
 _command(_check, "check", ["input", "prompt", "sampling", "engine", "output"])
 _command(_bench, "bench", ["bench", "engine"])

@@ -52,6 +52,8 @@ class PromptConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.template == "":
+            raise SettingError("template", "must not be empty")
         if self.system is not None and self.chat is False:
             raise SettingError("system", "needs a conversation; it can't be combined with --raw")
         for name, text in (("system", self.system), ("template", self.template)):
@@ -243,6 +245,7 @@ class RunConfig:
     output: OutputConfig
     display: DisplayConfig
     task: TaskConfig = TaskConfig()
+    given: frozenset[str] = frozenset()  # fields that the user has set, also those set to their default
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,25 @@ _GENERATION_CONFIG = {  # transformers' names -> cbatch's
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_NOT_APPLIED: dict[str, Any] = {  # settings of transformers that would change completions unless they have this value, or null
+    **{"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0, "typical_p": 1},
+    **{
+        "epsilon_cutoff": 0,
+        "eta_cutoff": 0,
+        "top_h": 1,
+        "guidance_scale": 1,
+        "dola_layers": None,
+        "token_healing": False,
+    },
+    **{"no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "min_length": 0},
+    **{"bad_words_ids": [], "force_words_ids": [], "suppress_tokens": [], "begin_suppress_tokens": []},
+    **{"forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": [], "sequence_bias": {}},
+    **{"exponential_decay_length_penalty": None, "constraints": [], "watermarking_config": None},
 }
 _RECORDED_AS = {"stop_token_ids": "stop_token_id"}  # manifests keep the name that the setting had at first
 
@@ -111,20 +130,27 @@ def sampling_defaults(config: RunConfig, files: ModelFiles) -> SamplingParams:
     """The settings of rows that have none of their own; `--generation-config model` lets the model decide first."""
     if config.engine.generation_config != "model":
         return config.sampling
-    model, untouched = files.generation_config, SamplingParams()
+    model = files.generation_config
     values = {
         name: model[key]
         for key, name in _GENERATION_CONFIG.items()
-        if model.get(key) is not None and getattr(config.sampling, name) == getattr(untouched, name)
+        if model.get(key) is not None and name not in config.given
     }
-    if not model.get("do_sample") and "temperature" in values:
-        values["temperature"] = 0.0
-    elif model.get("do_sample") and config.sampling.temperature == untouched.temperature:
-        values.setdefault("temperature", 1.0)
+    if "temperature" not in config.given:
+        values["temperature"] = values.get("temperature", 1.0) if model.get("do_sample") else 0.0
     try:
         return config.sampling.override(values)
     except SettingError as error:
         raise UsageError(f"--generation-config model: {files.name}: {error}") from None
+
+
+def not_applied(config: RunConfig, files: ModelFiles) -> str:
+    """A line for the user: the settings of the model that cbatch was asked to take and does not have; empty if none."""
+    if config.engine.generation_config != "model":
+        return ""
+    model = files.generation_config
+    names = [name for name, neutral in _NOT_APPLIED.items() if model.get(name) not in (None, neutral)]
+    return f"--generation-config model: cbatch does not apply {', '.join(names)}" if names else ""
 
 
 def prompt_builder(config: RunConfig, files: ModelFiles, max_model_len: int) -> PromptBuilder:

@@ -119,6 +119,8 @@ class Job:
         files = locate(self.config.engine.model)
         files.check(dummy=self.config.engine.load_format == "dummy")
         engine_plan = resolve_engine(self.config.engine, places, files, self.config.prompt.max_model_len)
+        if note := plan.not_applied(self.config, files):
+            self.progress.note(note)
         self.progress.doing = "loading the tokenizer"
         return files, engine_plan, plan.prompt_builder(self.config, files, engine_plan.max_model_len)
 

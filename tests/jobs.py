@@ -24,11 +24,13 @@ def run_job(*inputs: object, **settings: Any) -> int:
 def job_config(*inputs: object, **settings: Any) -> RunConfig:
     """The settings of a job, named as in `cbatch.config`."""
     given = {"inputs": tuple(map(str, inputs)) or ("in.jsonl",), "threads": 1, "progress": "none", **settings}
-    parts = {}
+    names, parts = frozenset(settings), {}
     for part, kind in get_type_hints(RunConfig).items():
+        if part == "given":
+            continue
         parts[part] = kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
     assert not given
-    return RunConfig(**parts)
+    return RunConfig(**parts, given=names)
 
 
 def replace_start_engine(start: Callable[..., Any], patch: pytest.MonkeyPatch | None = None) -> None:

@@ -243,6 +243,27 @@ def test_a_file_may_use_all_names_of_a_setting(parsed: Callable[..., RunConfig],
     assert parsed("--config", tmp_path / "job.toml").sampling.stop_token_ids == (7, 8)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark_and_give_one_text_for_a_list(
+    parsed: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfinputs = "a.jsonl"\nstop = "ab"\n')
+    config = parsed("--config", tmp_path / "job.toml")
+    assert (config.input.inputs, config.sampling.stop) == (("a.jsonl",), ("ab",))
+
+
+def test_what_was_given_is_known_also_where_it_equals_the_default(
+    parsed: Callable[..., RunConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text("top-k = 0\nenable-prefix-caching = true\nstop-token-id = []\n")
+    flags = ("--temperature", 0, "--repetition-penalty", 1.0, "--max-tokens", 256)
+    config = parsed("a.jsonl", *flags, "--config", tmp_path / "job.toml")
+    assert config.given == {
+        *("inputs", "temperature", "repetition_penalty", "max_tokens"),
+        *("top_k", "enable_prefix_caching", "stop_token_ids"),
+    }
+    assert parsed("a.jsonl").given == {"inputs"}
+
+
 def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(f'inputs = ["{tmp_path}/in.jsonl"]\nmodel = "{tiny_model}"\nprogress = "none"\noutput = "-"\n')
@@ -259,15 +280,31 @@ def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, ti
         ("[sampling]\nmax-tokens = 1", "unknown setting 'sampling'"),
         ('config = "other.toml"', "unknown setting 'config'"),
         ("max-tokens = ", "job.toml"),
-        ("max-tokens = 1.5", "--max-tokens"),
-        ("max-tokens = [1]", "--max-tokens"),
-        ("max-tokens = 0", "--max-tokens must be at least 1"),
-        ("stop-token-ids = [-1]", "--stop-token-id must be at least 0"),
+        ("max-tokens = true", "job.toml: max_tokens must be a whole number, not True"),
+        ("max-tokens = 1.5", "job.toml: max_tokens must be a whole number"),
+        ("max-tokens = [1]", "job.toml: max_tokens must be a whole number"),
+        ("max-tokens = 2026-12-01", "job.toml: max_tokens must be a whole number"),
+        ("max-tokens = {a = 1}", "job.toml: max_tokens must be a whole number"),
+        ('max-tokens = "64"', "job.toml: max_tokens must be a whole number"),
+        ("temperature = false", "job.toml: temperature must be a number"),
+        ("data-parallel-size = 2", "job.toml: data_parallel_size must be a text"),
+        ("ignore-eos = 1", "job.toml: ignore_eos must be true or false"),
+        ("kv-cache-memory = true", "job.toml: kv_cache_memory must be a number"),
+        ("inputs = 7", "job.toml: inputs must be a text"),
+        ("stop = [true]", "job.toml: stop must be a text"),
+        ('stop = [""]', "job.toml: stop must not hold an empty text"),
+        ('compare = "nothing"', "job.toml: --compare: 'nothing' is none of"),
+        ("max-tokens = 0", "max_tokens must be at least 1"),
+        ("stop-token-ids = [-1]", "stop_token_ids must be at least 0"),
         ("stop_token_ids = 1\nstop-token-id = 2", "stop_token_ids is given twice"),
-        ('stop = "ab"', "--stop"),
-        ('dtype = "int8"', "--dtype must be one of"),
-        ("temperature = nan", "--temperature must be finite"),
-        ('chat = "perhaps"', "--chat"),
+        ("max-tokens = 1\nmax_tokens = 2", "max_tokens is given twice, the second time as max_tokens"),
+        ("max-num-seqs = 1\nmax-num_seqs = 1", "max_num_seqs is given twice, the second time as max-num_seqs"),
+        ("max-tokens = 1\nmax-tokens = 2", "job.toml"),
+        ('dtype = "int8"', "dtype must be one of"),
+        ("temperature = nan", "temperature must be finite"),
+        ('chat = "perhaps"', "chat must be true or false"),
+        ("x = " + "[" * 9000, "job.toml"),
+        ("x = " + "9" * 9000, "job.toml"),
         ("caf\udce9 = 1", "job.toml"),
     ],
 )

@@ -71,6 +71,7 @@ def test_a_setting_has_one_field_and_may_have_other_names() -> None:
         (EngineConfig, "data_parallel_size", ["0", "two", 2]),
         (EngineConfig, "enable_prefix_caching", [1, "yes"]),
         (PromptConfig, "truncate", ["middle", True]),
+        (PromptConfig, "template", ["", 1]),
         (PromptConfig, "system", ["\ud800", 1]),
         (TaskConfig, "grace", [-0.1, math.inf]),
     ],

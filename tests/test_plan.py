@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 from dataclasses import replace
@@ -25,6 +26,8 @@ from cbatch.engine.plan import EnginePlan, resolve, resolve_dtype
 from cbatch.errors import UsageError
 from cbatch.model.loader import locate
 from cbatch.model.weights import num_weights
+from cbatch.opening import _sampling
+from tests.jobs import job_config
 from tests.tiny import make_config
 
 GIB = 1024**3
@@ -158,6 +161,62 @@ def test_a_models_own_sampling_settings_that_can_not_be_are_refused_by_name(tiny
     )
     with pytest.raises(UsageError, match=r"--generation-config model: .*min_p must be between 0 and 1"):
         job_plan.sampling_defaults(config, files)
+
+
+GIVEN_MODEL = {"do_sample": True, "temperature": 1.2, "top_k": 50, "repetition_penalty": 1.1, "min_new_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"temperature": 1.2, "top_k": 50, "repetition_penalty": 1.1, "min_tokens": 2}),
+        ({"temperature": 0}, {"top_k": 50, "repetition_penalty": 1.1, "min_tokens": 2}),
+        ({"top_k": 0}, {"temperature": 1.2, "repetition_penalty": 1.1, "min_tokens": 2}),
+        ({"repetition_penalty": 1, "min_tokens": 0}, {"temperature": 1.2, "top_k": 50}),
+        (
+            {"temperature": 0.7, "max_tokens": 256},
+            {"temperature": 0.7, **{"top_k": 50, "repetition_penalty": 1.1, "min_tokens": 2}},
+        ),
+    ],
+)
+def test_what_was_given_goes_before_the_models_settings_also_where_it_is_the_default(
+    tiny_model: Path, tmp_path: Path, given: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    files = locate(str(save_copy(tiny_model, tmp_path / "model", json.dumps(GIVEN_MODEL))))
+    config = job_config(generation_config="model", **given)
+    assert job_plan.sampling_defaults(config, files) == SamplingParams(**wanted)
+    assert job_plan.sampling_defaults(job_config(**given), files) == SamplingParams(**given)
+
+
+def test_settings_of_the_model_that_cbatch_does_not_have_are_named(tiny_model: Path, tmp_path: Path) -> None:
+    model = {"num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 1.0, "bad_words_ids": [[5]], "length_penalty": 2.0}
+    neutral = {"num_beams": 1, "suppress_tokens": None, "guidance_scale": 1.0, "min_length": 0}
+    for name, settings, line in (
+        ("a", model, "--generation-config model: cbatch does not apply num_beams, no_repeat_ngram_size, bad_words_ids"),
+        ("b", neutral, ""),
+    ):
+        files = locate(str(save_copy(tiny_model, tmp_path / name, json.dumps(settings))))
+        assert job_plan.not_applied(job_config(generation_config="model"), files) == line
+        assert job_plan.not_applied(job_config(), files) == ""
+
+
+def test_the_first_line_shows_all_sampling_settings_that_are_not_neutral() -> None:
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, stop=("\n", "a"), ignore_eos=True, seed=3)
+    assert _sampling(params) == (
+        "max_tokens 256, temperature 0.7, seed 3, top_p 0.9, top_k 5, stop '\\n' 'a', ignore_eos true"
+    )
+    assert _sampling(SamplingParams(seed=3)) == "max_tokens 256, greedy"
+    others: dict[str, Any] = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 2.0,
+        "min_tokens": 3,
+    }
+    assert _sampling(SamplingParams(**others, stop_token_ids=(7, 8))) == (
+        "max_tokens 256, greedy, min_p 0.1, repetition_penalty 1.1, presence_penalty -1, frequency_penalty 2, "
+        "stop_token_ids 7 8, min_tokens 3"
+    )
 
 
 def save_copy(model: Path, folder: Path, generation_config: str) -> Path:
