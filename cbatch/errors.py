@@ -13,10 +13,19 @@ _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LONGEST = 2000  # characters of a message; templates and values of the user's may be quoted in it
 
 
+def one_line(message: str) -> str:
+    """A message as one line that can be shown on a terminal, whatever it quotes of the user's files."""
+    text = _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], message)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
 class Fatal(Exception):
-    """The job can't go on."""
+    """The job can't go on. The message is one line that can be shown on a terminal, whatever it quotes."""
 
     exit_code = FATAL
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class UsageError(Fatal):
@@ -43,8 +52,7 @@ class RowError(ValueError):
     """
 
     def __init__(self, kind: str, message: str) -> None:
-        text = _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], message)
-        super().__init__(text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "...")
+        super().__init__(one_line(message))
         self.kind = kind
 
     def at(self, place: str) -> RowError:

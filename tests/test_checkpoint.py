@@ -498,6 +498,12 @@ def test_a_setting_of_another_kind_is_refused_in_one_line(folder: Path, file: st
     refused(folder, "can't read the model's")
 
 
+def test_what_a_checkpoint_says_is_quoted_as_one_line_that_does_nothing_to_a_terminal(folder: Path) -> None:
+    edit(folder / "config.json", model_type="a\nb\x1b[2J")
+    line = refused(folder, "models of type ")
+    assert line.isprintable()
+
+
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe{}", b"[" * 100_000])
 def test_a_file_that_holds_no_object_is_refused_in_one_line(folder: Path, file: str, content: bytes) -> None:

@@ -236,7 +236,16 @@ def test_the_fingerprint_ignores_what_is_no_part_of_the_model(folder: Path) -> N
     before = locate(str(folder)).fingerprint()
     (folder / "README.md").write_text("hello")
     (folder / "logs").mkdir()
+    (folder / "model.Q4.gguf").write_bytes(b"GGUF")
     assert locate(str(folder)).fingerprint() == before
+
+
+def test_the_fingerprint_shows_templates_in_a_folder_of_their_own(folder: Path) -> None:
+    before = locate(str(folder)).fingerprint()
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    after = locate(str(folder)).fingerprint()
+    assert after.keys() - before.keys() == {"model additional_chat_templates/tool_use.jinja"}
 
 
 def test_large_files_are_sampled_from_beginning_to_end(tmp_path: Path) -> None:

@@ -169,9 +169,14 @@ class ModelFiles:
 
         Of a large file 256 pieces of 4 KiB are read, evenly spread; a file of the Hub's cache is known by its hash.
         """
-        files = [self.path] if self.path.is_file() else sorted(p for p in self.path.iterdir() if p.is_file())
-        digests = {p.name: _digest(p) for p in files if p.suffix in checkpoint.FILES or self.is_gguf}
-        return {f"model {name}": digest for name, digest in digests.items()}
+        files = [self.path]
+        if not self.is_gguf:
+            files = [path for path in self.path.iterdir() if path.suffix in checkpoint.FILES and path.is_file()]
+            files += self.path.glob("additional_chat_templates/*.jinja")
+        digests = {
+            str(path.relative_to(self.path.parent if self.is_gguf else self.path)): _digest(path) for path in files
+        }
+        return {f"model {name}": digest for name, digest in sorted(digests.items())}
 
     def load(self, dtype: str, device: str, dummy: bool) -> Any:
         """The model in evaluation mode, its attention routed to cbatch. `dtype`: as torch names it."""
