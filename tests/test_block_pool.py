@@ -290,3 +290,20 @@ def test_what_the_cache_finds_is_what_was_written_there(
         else:
             cache.pool.release(cache.running.pop(rng.randrange(len(cache.running))))
         cache.check()
+
+
+def test_what_is_forgotten_is_not_found_again_though_others_hold_it() -> None:
+    pool = BlockPool(8, 2)
+    first, other = admitted(pool, [1, 2, 3, 4, 5]), sequence([1, 2, 9])
+    compute(pool, first, 4)
+    assert pool.admit(other, reserve=0)
+    assert other.num_cached_tokens == 2
+    pool.forget(first)
+    pool.check([first, other])
+    compute(pool, first)
+    pool.release(first)
+    again = admitted(pool, [1, 2, 3, 4, 5])
+    assert again.num_cached_tokens == 0
+    pool.check([again, other])
+    pool.release(other)
+    pool.check([again])

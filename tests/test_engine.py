@@ -308,6 +308,54 @@ def test_a_row_whose_logits_are_not_numbers_fails_alone() -> None:
         assert list(completion.token_ids) == greedy([5, 6, 7 + completion.row.index], 6)
 
 
+@pytest.mark.parametrize("kind", ["continuous", "static"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("budget", [3, 4, 32])
+def test_nothing_of_a_row_that_is_not_a_number_is_found_again(kind: str, depth: int, budget: int) -> None:
+    """An overflow of one moment: later rows with the same beginning are completed as in a fresh engine."""
+    model, same = twins(make_config())[0], prompt(14)
+    engine = make_engine(model, budget=budget, kind=kind)
+    engine.depth = depth
+    embedding = model.get_input_embeddings().weight
+    before = embedding[same[2]].clone()
+    with torch.no_grad():
+        embedding[same[2]] = torch.nan
+        [failed] = run(engine, [make_request(0, same, max_tokens=5)])
+        embedding[same[2]] = before
+    assert failed.error is not None
+    assert failed.error.kind == "invalid_logits"
+    requests = [make_request(n, [*same, 7 + n], max_tokens=5) for n in range(1, 4)]
+    later = run(engine, requests)
+    assert [list(completion.token_ids) for completion in later] == [greedy(r.token_ids, 5) for r in requests]
+    assert run(engine, [make_request(9, same, max_tokens=5)])[0].num_cached_tokens == 12
+
+
+def test_a_row_that_is_not_a_number_after_a_good_beginning_costs_no_other_row() -> None:
+    """It decodes beside others that hold the same blocks; afterwards these are computed anew."""
+    model, same = twins(make_config())[0], prompt(14)
+    engine, embedding = make_engine(model), model.get_input_embeddings().weight
+    assert run(engine, [make_request(0, same, max_tokens=5)])[0].error is None
+    with torch.no_grad():
+        before, embedding[299] = embedding[299].clone(), torch.nan
+        rows = run(engine, [make_request(1, [*same, 5], max_tokens=5), make_request(2, [*same, 299], max_tokens=5)])
+        embedding[299] = before
+    assert [row.error and row.error.kind for row in rows] == [None, "invalid_logits"]
+    [after] = run(engine, [make_request(3, [*same, 299], max_tokens=5)])
+    assert list(after.token_ids) == greedy([*same, 299], 5)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_row_whose_own_settings_leave_no_token_is_told_so(temperature: float) -> None:
+    everything = list(range(VOCAB_SIZE))
+    settings: dict[str, Any] = {"max_tokens": 5, "min_tokens": 1, "temperature": temperature}
+    completion = one(make_request(0, prompt(6), stop_token_ids=everything, **settings))
+    assert completion.error is not None
+    assert completion.error.kind == "invalid_params"
+    assert "min_tokens bars every token" in str(completion.error)
+    most = one(make_request(0, prompt(6), stop_token_ids=everything[:-1], **settings))
+    assert (most.error, most.token_ids) == (None, (VOCAB_SIZE - 1,))
+
+
 class Moment:
     """Near once `near` rows are seen, past once `past` are."""
 

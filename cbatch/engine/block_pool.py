@@ -47,7 +47,7 @@ class BlockPool:
 
         Returns whether they did. Sets `num_computed_tokens` to the cached tokens; one token is always left to compute.
         """
-        cached = self._find(seq.token_ids)
+        cached = self._find(seq.token_ids[:-1])
         missing = self.blocks_for(max(len(seq.token_ids), max_tokens)) - len(cached)
         idle_hits = sum(block in self._idle for block in cached)
         if missing + reserve > self.num_free_blocks - idle_hits:
@@ -107,6 +107,16 @@ class BlockPool:
             seq.prefix_uid = self._uid_of[block]
             seq.num_hashed_blocks = index + 1
 
+    def forget(self, seq: Sequence) -> None:
+        """Take every block of the tokens of `seq` out of the prefix cache, and have none of it found again."""
+        for block in self._find(seq.token_ids):
+            del self._block_of[self._key_of.pop(block)], self._uid_of[block]
+            if block in self._idle:
+                del self._idle[block]
+                self._blank.append(block)
+        self._last_uid += 1
+        seq.prefix_uid = self._last_uid  # that of no block: what is filed behind it can't be found
+
     def release(self, seq: Sequence) -> None:
         """Give back the blocks of `seq`. They stay in the prefix cache until they are reused."""
         for block in reversed(seq.block_table):
@@ -131,12 +141,12 @@ class BlockPool:
         assert set(self._idle) <= set(self._key_of), "idle block that can't be found"
 
     def _find(self, token_ids: list[int]) -> list[int]:
-        """The cached blocks of the longest known prefix that leaves at least one token."""
+        """The cached blocks of the longest known prefix of these tokens."""
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found
         uid, size = _ROOT, self.block_size
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
+        for start in range(0, len(token_ids) // size * size, size):
             block = self._block_of.get((uid, tuple(token_ids[start : start + size])))
             if block is None:
                 break

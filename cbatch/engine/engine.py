@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 
+from cbatch.config import SamplingParams
 from cbatch.engine.backlog import Backlog
 from cbatch.engine.detokenizer import Decode, StopFinder
 from cbatch.engine.pack import pack, pack_sampling
@@ -171,7 +172,7 @@ class Engine:
         """Append a token to a sequence; returns its completion if the token ends it."""
         params = seq.params
         if token == INVALID_LOGITS:
-            return self._end(seq, error=RowError("invalid_logits", "the model's output is not a number"))
+            return self._end(seq, error=self._no_token(params))
         if seq.num_known_tokens - seq.num_prompt_tokens >= params.min_tokens and (
             token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos)
         ):
@@ -185,12 +186,22 @@ class Engine:
             return self._end(seq, error=RowError("kv_cache_too_small", f"the row has outgrown it; {self._room()}"))
         return self._end(seq, "length")
 
+    def _no_token(self, params: SamplingParams) -> RowError:
+        """Why no token could be drawn."""
+        barred = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        if params.min_tokens and barred.issuperset(range(self.runner.vocab_size)):
+            return RowError("invalid_params", "min_tokens bars every token: all of them are to end the completion")
+        return RowError("invalid_logits", "the model's output is not a number")
+
     def _room(self) -> str:
         return f"the KV cache holds {self.capacity}: see --kv-cache-memory"
 
     def _end(self, seq: Sequence, finish_reason: str = "error", error: RowError | None = None) -> Completion:
         """Take a sequence that has ended out of the batch; returns its completion."""
-        self.scheduler.pool.remember(seq)
+        if error and error.kind == "invalid_logits":
+            self.scheduler.pool.forget(seq)  # keys and values that are not numbers would spoil other rows
+        else:
+            self.scheduler.pool.remember(seq)
         seq.end()
         self.scheduler.finish(seq)
         if error:
