@@ -232,6 +232,7 @@ def test_settings_that_are_not_those_of_the_weights_are_refused(
         ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ({"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "of_tomorrow": 3.0}}, "of_tomorrow"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "of_tomorrow": 3.0}}, "of_tomorrow"),
     ],
 )
 def test_a_setting_of_the_arithmetic_that_the_type_does_not_know_is_refused(
@@ -369,6 +370,13 @@ def test_a_gguf_file_is_the_whole_model_whatever_lies_beside_it() -> None:
     )
     expected = generate(model, ids, 6, eos_token_id=2)
     assert records("alone.jsonl")[0]["completion"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_the_ending_of_a_gguf_file_may_be_in_capitals() -> None:
+    save_gguf(Path("M.GGUF"))
+    files = locate("M.GGUF")
+    files.check()
+    files.load("float32", "cpu", dummy=False)
 
 
 def test_the_end_of_a_turn_in_a_gguf_file_ends_a_completion() -> None:

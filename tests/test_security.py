@@ -253,3 +253,22 @@ def test_of_a_repository_only_what_can_not_run_is_fetched_and_only_once(
         asked_for.clear()
         assert cbatch(*args, "-o", "again", HF_HUB_OFFLINE="1", **home).returncode == OK
         assert asked_for == []
+
+
+def test_the_weights_of_a_repository_that_can_not_be_run_are_not_fetched(
+    folder_of_gptq: Path, cbatch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    Path("in.jsonl").write_text('{"prompt": "x"}\n')
+    with hub(folder_of_gptq, []) as (address, asked_for):
+        home = {"HF_HOME": str(Path("home").absolute()), "HF_ENDPOINT": address, "PYTHONPATH": str(ROOT)}
+        ended = cbatch("check", "in.jsonl", "-m", "somebody/model", HF_HUB_OFFLINE="0", **home)
+        assert ended.returncode == USAGE
+        assert ended.stderr.startswith("cbatch: somebody/model: its weights are quantized by gptq")
+        assert "model.safetensors" not in asked_for
+
+
+@pytest.fixture
+def folder_of_gptq() -> Path:
+    folder = save_model(Path("model"))
+    edit(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    return folder

@@ -47,7 +47,7 @@ class Peers:
         """The contender of a peer; raises Skipped if the peer can't take part."""
         python = self.pythons.get(name, sys.executable)
         module, how = _PACKAGES[name]
-        if self.files.path.suffix == ".gguf":
+        if self.files.is_gguf:
             raise Skipped(f"{name} is skipped: it is given folders only, not GGUF files")
         environ = dict(os.environ)
         if python != sys.executable:

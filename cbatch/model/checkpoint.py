@@ -177,7 +177,7 @@ def check_settings(config: dict[str, Any], known: Any) -> None:
     for part, of_part in ((config, known), (config.get("text_config"), known.get_text_config())):
         if not isinstance(part, dict):
             continue
-        scaling = part.get("rope_scaling")
+        scaling = part.get("rope_scaling") or part.get("rope_parameters")
         settings = {key: value for key, value in part.items() if _ARITHMETIC.search(key)}
         settings |= scaling if isinstance(scaling, dict) else {}
         for key in _unmentioned(settings, of_part):

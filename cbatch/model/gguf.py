@@ -38,6 +38,11 @@ _MOST_DIMENSIONS = 4  # of a tensor in ggml
 _LONGEST_ARRAY = 4096  # numbers; what is longer is passed over, as are all arrays of text
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, by its ending."""
+    return path.suffix.lower() == ".gguf"
+
+
 class GgufTensor(NamedTuple):
     name: str
     dtype: str  # as ggml names it: F16, Q4_K

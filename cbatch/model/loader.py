@@ -16,7 +16,7 @@ from typing import Any
 from cbatch.errors import Fatal, UsageError, first_line
 from cbatch.model import checkpoint, fetch
 from cbatch.model.checkpoint import about, reading
-from cbatch.model.gguf import GgufHeader, check_gguf, set_rope_factors
+from cbatch.model.gguf import GgufHeader, check_gguf, is_gguf, set_rope_factors
 from cbatch.model.tokenizer_files import check_tokenizer, missing_packages
 from cbatch.model.weights import stored_tensors
 
@@ -26,7 +26,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # others keep the CPUs busy that makes a step up to 50 times slower; not spinning at all halves the speed elsewhere.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_HUB_DESCRIBES = ["*.json", "*.txt", "*.jinja"]
+_HUB_FILES = [*_HUB_DESCRIBES, "*.safetensors", "*.model", "*.tiktoken"]
 _NOT_DECODERS = {
     "bloom": "ALiBi",
     "mpt": "ALiBi",
@@ -48,7 +49,7 @@ class ModelFiles:
 
     @property
     def is_gguf(self) -> bool:
-        return self.path.suffix == ".gguf"
+        return is_gguf(self.path)
 
     @contextmanager
     def _where(self) -> Iterator[dict[str, Any]]:
@@ -241,7 +242,7 @@ def locate(name: str) -> ModelFiles:
         raise UsageError(f"{name}: this user has no home folder; name the model by its whole path") from None
     if name in fetch.BUILT_IN and not (path / "config.json").is_file():  # a job's output may have the model's name
         return ModelFiles(name, fetch.built_in(name))
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and is_gguf(path):
         return ModelFiles(name, path)
     if path.is_dir():
         with about(name):
@@ -249,12 +250,23 @@ def locate(name: str) -> ModelFiles:
         return ModelFiles(name, path)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UsageError(f"{name}: no such model: neither a folder, nor a .gguf file, nor the id of a Hub repository")
+    return ModelFiles(name, _from_hub(name))
+
+
+def _from_hub(name: str) -> Path:
+    """The folder of a repository of the Hub, fetched if it is not there; its weights only if cbatch can run them."""
     from huggingface_hub import snapshot_download
 
-    try:
-        return ModelFiles(name, Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
-    except Exception as error:
-        raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {first_line(error)}") from None
+    for patterns in (_HUB_DESCRIBES, _HUB_FILES):
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=patterns))
+        except Exception as error:
+            raise UsageError(f"{name}: can't be fetched from the Hugging Face Hub: {first_line(error)}") from None
+        with about(name):
+            _check_has_config(folder)
+            checkpoint.check_files(folder)
+            checkpoint.check_config(checkpoint.read_config(folder), _NOT_DECODERS)
+    return folder
 
 
 def _check_has_config(folder: Path) -> None:

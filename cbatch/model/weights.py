@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cbatch.errors import UsageError, first_line
-from cbatch.model.gguf import GgufHeader
+from cbatch.model.gguf import GgufHeader, is_gguf
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """The tensors in a folder's safetensors files or in a GGUF file, by name; UsageError if they can't be read."""
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return {tensor.name: Stored(tensor.dtype, tensor.shape) for tensor in GgufHeader.read(path).tensors}
     tensors: dict[str, Stored] = {}
     for file in weight_files(path):
