@@ -89,13 +89,17 @@ class Job:
         files, engine_plan, builder = self._plan(sources)
         with closing(make_sink(self.target, sources, self.rank, stdout, self.progress.note)) as sink:
             done = self._open_output(sink, sources, files, engine_plan, builder)
-            remaining = Remaining(sources, self.rank, builder, done.digest, self.target.shape.check)
+            shape = self.target.shape
+            state_of = partial(done.state, content_of=shape.content_of_row)
+            remaining = Remaining(sources, self.rank, builder, state_of, shape.check)
             with Writer(sink) as writer:
                 self.ending.writer = writer
                 deliver = partial(self._deliver, writer)
                 build = partial(self._request, remaining)
-                with Feed(self._rows(sources, builder), build, deliver, _AHEAD) as feed:
+                with Feed(self._rows(sources, remaining), build, deliver, _AHEAD) as feed:
                     finished = self._complete(feed, files, engine_plan, builder, deliver)
+            if finished:
+                self._check_end(remaining, done)
             left_to_others = sink.finish(remaining.seen) if finished else 0
             return self.ending.report(finished, left_to_others)
 
@@ -134,11 +138,11 @@ class Job:
         self.stats.num_rows_earlier, self.stats.num_rows_earlier_failed = done.num_rows, done.num_failed
         return done
 
-    def _rows(self, sources: Sequence[Source], builder: PromptBuilder) -> Iterable[Row]:
+    def _rows(self, sources: Sequence[Source], remaining: Remaining) -> Iterable[Row]:
         """The rows within --skip and --limit; their number is found out meanwhile."""
         skip, limit = self.config.input.skip, self.config.input.limit
         count_in_background(sources, skip, limit, self.rank, self._expect)
-        return read(sources, skip, limit, passed=builder.skip)
+        return read(sources, skip, limit, passed=remaining.skip)
 
     def _request(self, remaining: Remaining, row: Row) -> Request | None:
         """The request of a row that is to be done; what is worth knowing about it is counted, and said the first time."""
@@ -148,6 +152,15 @@ class Job:
                 self.progress.note(remarks.first(kind, row.where))
             self.stats.remarks[kind] += 1
         return request
+
+    def _check_end(self, remaining: Remaining, done: Done) -> None:
+        """Fatal if rows that were completed are not in the input any more; a note if some could not be compared with it."""
+        remaining.check_end(done.num_rows_of, self.config.input.limit)
+        if remaining.num_unknown:
+            self.progress.note(
+                f"{remaining.num_unknown:,} rows that were done earlier could not be compared with the input, because the "
+                "index of their records is lost."
+            )
 
     def _expect(self, num_rows: int) -> None:
         self.stats.num_rows = num_rows

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from cbatch.errors import RowError
 from cbatch.rows import openai
+from cbatch.rows.reader import digest_of
 from cbatch.rows.request import Completion, Row
 
 FIELDS = ("completion", "finish_reason", "prompt_tokens", "completion_tokens", "row", "source", "error", "error_kind")
@@ -82,6 +83,20 @@ class RecordShape:
         error = self.prefix + "error"
         failed = record[error] is not None if error in record else openai.is_failure(record)
         return RecordKey(source, row, failed)
+
+    def content_of_record(self, record: dict[str, Any]) -> int:
+        """The checksum of what a record holds of its row: all of its columns, of an OpenAI request the custom_id."""
+        if self.prefix + "error_kind" not in record:
+            return digest_of(dumps({"custom_id": record["custom_id"]}).encode())
+        added = set(self.added)
+        return digest_of(dumps({name: value for name, value in record.items() if name not in added}).encode())
+
+    def content_of_row(self, row: Row) -> int:
+        """The checksum of what a record of this row would hold of it."""
+        if self._is_openai(row):
+            return digest_of(dumps({"custom_id": row.data["custom_id"]}).encode())
+        added = set(self.added)
+        return digest_of(dumps({name: value for name, value in row.data.items() if name not in added}).encode())
 
     def _is_openai(self, row: Row) -> bool:
         return self.openai and openai.is_request(row)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cbatch.errors import Fatal
 from cbatch.output import durable
-from cbatch.output.index import Done, Entries, Entry, IndexFile, as_entries, recall_digests
+from cbatch.output.index import Done, Entries, Entry, IndexFile, as_entries
 from cbatch.output.lines import read_lines, repair, to_lines
 from cbatch.output.record import RecordKey
 from cbatch.output.shard import Shard, find_shards
@@ -81,19 +81,34 @@ class ShardFiles:
             return parquet.read_records(path)
         return (line.record for line in read_lines(path, self.target.shape))
 
-    def entry(self, key: RecordKey, digest: int = UNKNOWN_DIGEST) -> Entry:
+    def entry(self, key: RecordKey, digest: int, is_content: bool = False) -> Entry:
         """The index entry of a record; Fatal if the record's source is no input of the job."""
         if key.source not in self._source_ids:
             raise Fatal(f"{self.target} holds a row of {key.source}, which is not an input of this job")
-        return Entry(key.row, self._source_ids[key.source], digest, key.failed)
+        return Entry(key.row, self._source_ids[key.source], digest, key.failed, is_content)
+
+    def _entries(self, records: Iterable[dict[str, Any]], remembered: Entries | None = None) -> Iterator[Entry]:
+        """The entries of records, with the digests that an index remembers of them, else of what they hold of their rows.
+
+        A record in Parquet may hold a row in other types than it had, so its digest is unknown.
+        """
+        shape, known = self.target.shape, as_entries(()) if remembered is None else remembered
+        for number, record in enumerate(records):
+            entry = self.entry(shape.key(record), UNKNOWN_DIGEST)
+            last = known[number] if number < len(known) else None
+            if last is not None and _is_same(last, entry) and last["digest"]:  # 0: a loss of power left zeros
+                yield entry._replace(digest=int(last["digest"]), is_content=bool(last["is_content"]))
+            elif self.schema is None:
+                yield entry._replace(digest=shape.content_of_record(record), is_content=True)
+            else:
+                yield entry
 
     def read_final(self, shard: Shard, path: Path) -> Entries:
         """The entries of a final shard: from its index, or from the shard itself if the index does not fit the shard."""
         size = path.stat().st_size
         entries = self.index(shard).read(size)
         if entries is None or (entries["source"] >= len(self._source_ids)).any():
-            keys = map(self.target.shape.key, self.records(path))
-            entries = as_entries(self.entry(key) for key in keys)
+            entries = as_entries(self._entries(self.records(path)))
             if self.owns(shard):
                 self.index(shard).write(entries, size)
         return entries
@@ -102,12 +117,9 @@ class ShardFiles:
         """The entries of the whole records of a growing shard; none if it has just been published."""
         try:
             lines = read_lines(path, self.target.shape, growing=True)
-            entries = as_entries(self.entry(line.key) for line in lines)
+            return as_entries(self._entries((line.record for line in lines), self.index(shard).read()))
         except FileNotFoundError:
             return as_entries(())
-        if (remembered := self.index(shard).read()) is not None:
-            recall_digests(entries, remembered)
-        return entries
 
     def survey(self) -> Done:
         """What all ranks together have done up to now."""
@@ -167,3 +179,8 @@ class ShardFiles:
         """Throw away all shards, final and growing."""
         for path in [*self.final_files().values(), *self.target.state.glob("part-*")]:
             path.unlink()
+
+
+def _is_same(remembered: Any, entry: Entry) -> bool:
+    """Whether an entry of an index is of the same row as a record."""
+    return bool(remembered["row"] == entry.row and remembered["source"] == entry.source)

@@ -76,7 +76,7 @@ class Source:
 
     def _row(self, index: int, where: str, parsed: Parsed, content: bytes) -> Row:
         problem = parsed.problem.at(where) if parsed.problem else None
-        return Row(self.name, index, where, parsed.columns, _digest(content), problem)
+        return Row(self.name, index, where, parsed.columns, digest_of(content), problem)
 
     def _check_size(self) -> None:
         """OSError if the file was cut short while it was read: the end that was met is not the input's end."""
@@ -110,6 +110,6 @@ def spans(counts: Sequence[int], skip: int, limit: int | None) -> list[range]:
     ]
 
 
-def _digest(content: bytes) -> int:
+def digest_of(content: bytes) -> int:
     """A checksum above the reserved values."""
     return max(zlib.crc32(content), BROKEN_DIGEST + 1)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from enum import Enum
 
 from cbatch.errors import Fatal
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.rank import Rank
-from cbatch.rows.reader import BROKEN_DIGEST, UNKNOWN_DIGEST, Source, spans
+from cbatch.rows.reader import BROKEN_DIGEST, Source, spans
 from cbatch.rows.request import Request, Row
+
+
+class State(Enum):
+    """What is known of a row that was read."""
+
+    LEFT = 0  # to be done
+    DONE = 1
+    CHANGED = 2  # done, but then it was another
+    UNKNOWN = 3  # done, and there is nothing to compare it with
 
 
 class Remaining:
     """Makes requests of the rows that belong to a rank and are not done yet.
 
-    `digest_of(source, row)`: the checksum of a row when it was completed, 0 if it is not done. `check`: raises RowError
-    if a row can't be written down.
+    `state_of(source, row)`: whether it is done. `check`: raises RowError if a row can't be written down.
     """
 
     def __init__(
@@ -24,20 +33,43 @@ class Remaining:
         sources: Sequence[Source],
         rank: Rank,
         builder: PromptBuilder,
-        digest_of: Callable[[int, int], int],
+        state_of: Callable[[int, Row], State],
         check: Callable[[Row], None],
     ) -> None:
         self._source_ids = {source.name: index for index, source in enumerate(sources)}
-        self._rank, self._builder, self._digest_of, self._check = rank, builder, digest_of, check
-        self.seen = [range(0)] * len(sources)  # of each source, the rows that were read
+        self._rank, self._builder, self._state_of, self._check = rank, builder, state_of, check
+        self.seen = [range(0)] * len(sources)  # of each source, the rows that were read and are part of the job
+        self._ends = [0] * len(sources)  # of each source, how many rows were read
+        self.num_unknown = 0  # rows that are done and could not be compared
+
+    def check_end(self, num_rows_of: Callable[[int], int], limit: int | None) -> None:
+        """Fatal if a source ended before the last of its rows that is done. `num_rows_of`: how many it had at least, then.
+
+        With a limit that was reached, nobody knows where the last source that was read ends.
+        """
+        if limit is not None and sum(map(len, self.seen)) >= limit:
+            return
+        for name, source in self._source_ids.items():
+            if (had := num_rows_of(source)) > (has := self._ends[source]):
+                raise Fatal(
+                    f"{name}: has {has:,} rows now, and had at least {had:,} when rows of it were completed. "
+                    "Use the same input, another output, or --overwrite to start anew."
+                )
+
+    def skip(self, row: Row) -> None:
+        """Pass over a row that is no part of the job."""
+        self._ends[self._source_ids[row.source]] = row.index + 1
+        self._builder.skip(row)
 
     def request(self, row: Row) -> Request | None:
         """The request of a row, or None if the row is done or another rank's; RowError if it can't be a request."""
         source = self._source_ids[row.source]
+        self._ends[source] = row.index + 1
         self.seen[source] = range(self.seen[source].start if self.seen[source] else row.index, row.index + 1)
-        digest = self._digest_of(source, row.index)
-        if digest or not self._rank.owns(source, row.index):
-            _check_unchanged(row, digest)
+        state = self._state_of(source, row)
+        if state != State.LEFT or not self._rank.owns(source, row.index):
+            _check_unchanged(row, state)
+            self.num_unknown += state == State.UNKNOWN
             self._builder.skip(row)
             return None
         if not row.problem:
@@ -45,15 +77,16 @@ class Remaining:
         return self._builder(row)
 
 
-def _check_unchanged(row: Row, digest: int) -> None:
-    """Fatal if a row is not what it was when it was completed; `digest` is 0 if it was not completed."""
-    if digest and row.digest == BROKEN_DIGEST != digest:
+def _check_unchanged(row: Row, state: State) -> None:
+    """Fatal if a row is not what it was when it was completed."""
+    if state != State.CHANGED:
+        return
+    if row.digest == BROKEN_DIGEST:
         raise Fatal(f"{row.problem}. Rows from here on were read before; restore the input to go on.")
-    if digest not in (0, UNKNOWN_DIGEST, row.digest):
-        raise Fatal(
-            f"{row.where}: this row has changed since it was completed. Use the same input, another output, or "
-            "--overwrite to start anew."
-        )
+    raise Fatal(
+        f"{row.where}: this row has changed since it was completed. Use the same input, another output, or "
+        "--overwrite to start anew."
+    )
 
 
 def count_in_background(
