@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ def check(config: RunConfig) -> int:
 
     columns = plan.columns_on_request(config)
     target = Target(config.output, config.engine.model, columns) if config.output.output else None
-    sources = resolve(config.input.inputs, target.owns if target else lambda _: False)
+    owns = target.owns if target else lambda _: False
+    sources = resolve(config.input.inputs, owns, lambda text: print(text, file=sys.stderr))
     shape = target.shape if target else RecordShape(config.output.prefix, on_request=columns)
     plan.check_first_rows(sources, config, shape)
     places = find_places(config.engine)

@@ -25,7 +25,7 @@ from cbatch.config import (
     TaskConfig,
 )
 from cbatch.errors import Fatal, SettingError, UsageError
-from cbatch.settings import by_field, declared, field_names, flag_names
+from cbatch.settings import by_field, declared, field_names, flag_names, with_home
 
 _PANELS: dict[str, tuple[str, type]] = {
     "input": ("Input", InputConfig),
@@ -137,7 +137,7 @@ def _command(function: Callable[..., None], name: str, panels: list[str]) -> Non
         parameters.insert(1, _parameter("inputs", inputs))
     for panel in panels:
         title, kind = _PANELS[panel]
-        parameters += [_option(spec, hint, title) for spec, hint in declared(kind).values() if spec.metadata]
+        parameters += [_option(spec, hint, title) for spec, hint in declared(kind).values() if "help" in spec.metadata]
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name)(function)
@@ -186,7 +186,7 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
     else:
         import tomli as tomllib
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        settings = tomllib.loads(Path(with_home("config", str(path))).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {path}: {error}") from None
     names = field_names(*(kind for _, kind in _PANELS.values()))

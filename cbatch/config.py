@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cbatch.errors import SettingError, UsageError
@@ -16,7 +16,7 @@ PEERS = ("transformers", "vllm", "openvino")
 
 @dataclass(frozen=True)
 class InputConfig(Settings):
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = field(default=(), metadata={"flags": "INPUT", "path_after": ""})
     skip: int = option(0, "Leave out the first N rows of the input.", at_least=0)
     limit: int | None = option(None, "Stop after N rows of the input.", at_least=0)
 
@@ -25,7 +25,9 @@ class InputConfig(Settings):
 class PromptConfig(Settings):
     prompt_column: str = option("prompt", "Column that holds the prompt text.")
     template: str | None = option(
-        None, "Jinja template over all columns that makes the prompt, e.g. 'Summarise: {{ text }}', or @FILE."
+        None,
+        "Jinja template over all columns that makes the prompt, e.g. 'Summarise: {{ text }}', or @FILE.",
+        path_after="@",
     )
     system: str | None = option(None, "System message put before every conversation that has none.")
     chat: bool | None = option(
@@ -113,7 +115,9 @@ class SamplingParams(Settings):
 
 @dataclass(frozen=True)
 class EngineConfig(Settings):
-    model: str = option("smollm2-135m", "Folder, GGUF file, Hub id, or smollm2-135m.", flags="--model/-m")
+    model: str = option(
+        "smollm2-135m", "Folder, GGUF file, Hub id, or smollm2-135m.", flags="--model/-m", path_after=""
+    )
     dtype: str = option(
         "auto",
         "Precision of weights and activations. auto: as the checkpoint says, if the device computes it fast.",
@@ -193,7 +197,10 @@ class EngineConfig(Settings):
 @dataclass(frozen=True)
 class OutputConfig(Settings):
     output: str = option(
-        "", "Folder of shards, or one .jsonl or .parquet file, or - for standard output.", flags="--output/-o"
+        "",
+        "Folder of shards, or one .jsonl or .parquet file, or - for standard output.",
+        flags="--output/-o",
+        path_after="",
     )
     format: str | None = option(
         None, "Format of the output. (default: by OUT's suffix, else jsonl)", choices=("jsonl", "parquet")
@@ -253,18 +260,25 @@ class BenchConfig(Settings):
     workload: str = option(
         "ragged",
         "ragged, fixed or prefix, made of Python's own library; or a file with rows of token_ids and params.max_tokens.",
+        path_after="",
     )
     rows: int | None = option(None, "Rows of the workload. (default: 256, or all of a file)", at_least=1)
     compare: str = option(
         ",".join(SCHEDULES), f"What to compare cbatch with, separated by commas: {', '.join((*SCHEDULES, *PEERS))}."
     )
     repeat: int = option(3, "Runs of each, taken in turn; medians are shown.", at_least=1)
-    python: tuple[str, ...] = option((), "An interpreter that has a peer: vllm=FOLDER/bin/python (repeatable).")
-    openvino_model: str | None = option(
-        None, "Folder of the model as OpenVINO reads it. (default: converted once, and kept in cbatch's cache)"
+    python: tuple[str, ...] = option(
+        (), "An interpreter that has a peer: vllm=FOLDER/bin/python (repeatable).", path_after="[^=]*="
     )
-    json: str | None = option(None, "Write every run, the medians and the timelines to this file.")
-    plot: str | None = option(None, "Draw the batches of the schedules over time into this page: FILE.html.")
+    openvino_model: str | None = option(
+        None,
+        "Folder of the model as OpenVINO reads it. (default: converted once, and kept in cbatch's cache)",
+        path_after="",
+    )
+    json: str | None = option(None, "Write every run, the medians and the timelines to this file.", path_after="")
+    plot: str | None = option(
+        None, "Draw the batches of the schedules over time into this page: FILE.html.", path_after=""
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

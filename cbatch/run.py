@@ -108,7 +108,7 @@ class Job:
             self.progress.note(f"cbatch {__version__}: {about}")
         plan.check_rank(self.config, self.rank, self.target.single_file)
         self.progress.doing = "opening the input"
-        return resolve(self.config.input.inputs, self.target.owns)
+        return resolve(self.config.input.inputs, self.target.owns, self.progress.note)
 
     def _plan(self, sources: Sequence[Source]) -> tuple[ModelFiles, EnginePlan, PromptBuilder]:
         """Find all that is wrong with the command; the model's files, how engines run, and how prompts are made."""

@@ -6,6 +6,8 @@ The command line, the TOML keys of `--config`, the `params` of a row and a job's
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import Field, field, fields
 from functools import cache
@@ -25,13 +27,15 @@ def option(
     choices: tuple[str, ...] = (),
     at_least: float | None = None,
     at_most: float | None = None,
+    path_after: str | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
     `flags` replaces the flag made from the field's name; `aliases` are other names for it in TOML files and in rows.
+    `path_after`: the value is a path behind what this regular expression matches; a `~` there is the home folder.
     """
     bounds = {"at_least": at_least, "at_most": at_most}
-    names = {"flags": flags, "aliases": aliases}
+    names = {"flags": flags, "aliases": aliases, "path_after": path_after}
     return field(default=default, metadata={"help": help, "choices": choices, **names, **bounds})
 
 
@@ -67,6 +71,8 @@ def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         value = float(value) if abs(value) < 2**64 else math.inf
     if type(value) is not hint:
         raise SettingError(name, f"must be {_TYPE_NAMES[hint]}, not {value!r:.80}")
+    if metadata.get("path_after") is not None:
+        return with_home(name, value, metadata["path_after"])
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingError(name, f"must be finite, not {value}")
     low, high = metadata.get("at_least"), metadata.get("at_most")
@@ -74,6 +80,17 @@ def _checked(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> A
         bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
         raise SettingError(name, f"must be {bounds}, not {value!r:.80}")
     return value
+
+
+def with_home(name: str, value: str, path_after: str = "") -> str:
+    """`value` with the home folder in place of a `~` where its path begins; SettingError if there is none."""
+    match = re.match(f"({path_after})(~.*)", value, re.DOTALL)
+    if match is None:
+        return value
+    path = os.path.expanduser(match[2])  # noqa: PTH111 unlike Path, it leaves what it does not know
+    if path.startswith("~"):
+        raise SettingError(name, f"{match[2]}: no home folder is known for it; write the whole path, or ./{match[2]}")
+    return match[1] + path
 
 
 def field_names(*kinds: type) -> dict[str, str]:

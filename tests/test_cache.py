@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.errors import UsageError
+from cbatch.config import EngineConfig
+from cbatch.errors import SettingError, UsageError
 from cbatch.model import cache
 from cbatch.model.cache import cache_folder, code_folder, is_private
-from cbatch.model.loader import locate
 
 ROOT = Path(__file__).parents[1]
 OTHER = 65534  # nobody's user id
@@ -132,8 +132,8 @@ def test_a_user_without_a_home_folder_has_a_cache_among_the_temporary_files(
 
 @pytest.mark.usefixtures("homeless")
 def test_a_path_from_a_home_folder_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="~/model: this user has no home folder"):
-        locate("~/model")
+    with pytest.raises(SettingError, match="~/model: no home folder is known for it"):
+        EngineConfig(model="~/model")
     monkeypatch.setenv("CBATCH_CACHE", "~/cache")
     with pytest.raises(UsageError, match="CBATCH_CACHE=~/cache: this user has no home folder"):
         cache_folder()

@@ -264,6 +264,16 @@ def test_what_was_given_is_known_also_where_it_equals_the_default(
     assert parsed("a.jsonl").given == {"inputs"}
 
 
+def test_the_home_folder_may_be_a_tilde_in_a_file_and_in_its_name(
+    parsed: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "job.toml").write_text('inputs = ["~/a.jsonl"]\noutput = "~/out"\n')
+    config = parsed("--config=~/job.toml")
+    assert config.input.inputs == (f"{tmp_path}/a.jsonl",)
+    assert config.output.output == f"{tmp_path}/out"
+
+
 def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, tiny_model: Path) -> None:
     file = tmp_path / "job.toml"
     file.write_text(f'inputs = ["{tmp_path}/in.jsonl"]\nmodel = "{tiny_model}"\nprogress = "none"\noutput = "-"\n')

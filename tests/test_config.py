@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbatch.config import EngineConfig, PromptConfig, SamplingParams, TaskConfig
+from cbatch.config import (
+    BenchConfig,
+    EngineConfig,
+    InputConfig,
+    OutputConfig,
+    PromptConfig,
+    SamplingParams,
+    TaskConfig,
+)
 from cbatch.errors import SettingError
 
 EDGES: list[tuple[str, list[Any], list[Any]]] = [
@@ -121,3 +129,28 @@ def test_any_json_value_is_taken_or_refused_and_nothing_else(name: str, value: A
     except ValueError:
         return
     assert SamplingParams(**asdict(params)) == params
+
+
+def test_the_home_folder_may_be_written_as_a_tilde_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert InputConfig(inputs=("~/x.jsonl", "~", "a~", "./~/x")).inputs == (
+        "/home/me/x.jsonl",
+        "/home/me",
+        "a~",
+        "./~/x",
+    )
+    assert OutputConfig(output="~/x.jsonl").output == "/home/me/x.jsonl"
+    assert EngineConfig(model="~/model").model == "/home/me/model"
+    assert PromptConfig(template="@~/x.j2").template == "@/home/me/x.j2"
+    assert PromptConfig(template="~{{ prompt }}\n~", system="~").template == "~{{ prompt }}\n~"
+    bench = BenchConfig(
+        python=("vllm=~/v/bin/python",), json="~/a.json", plot="~/b.html", openvino_model="~/c", workload="~/d.jsonl"
+    )
+    assert bench.python == ("vllm=/home/me/v/bin/python",)
+    assert (bench.json, bench.plot) == ("/home/me/a.json", "/home/me/b.html")
+    assert (bench.openvino_model, bench.workload) == ("/home/me/c", "/home/me/d.jsonl")
+
+
+def test_a_home_folder_that_is_not_known_is_refused() -> None:
+    with pytest.raises(SettingError, match="~nobody-here/x: no home folder is known for it"):
+        OutputConfig(output="~nobody-here/x")

@@ -192,7 +192,7 @@ def prompts() -> list[Case]:
              '{"messages": [{"role": "system", "content": "x"}, {"role": "system", "content": "y"}]}',
              dumps({"messages": user("x") + user("\x1b[2J\r\n" + "y" * 5000)})),
         *bad("template_error", "can not begin with a tool", '{"messages": [{"role": "tool", "content": "x"}]}'),
-        *bad("prompt_too_long", rf"the prompt has \d+ tokens; with one to generate, {CONTEXT} fit",
+        *bad("prompt_too_long", rf"with one to generate, {CONTEXT} fit|bytes; [\d,]+ are more than {CONTEXT} tokens can hold",
              dumps({"prompt": "x" * 3000}), dumps({"prompt": "é " * 200_000}), dumps({"token_ids": [5] * CONTEXT})),
         Case(b'{"prompt": [3, 299, 0]}', token_ids=(3, 299, 0)),
         Case(b'{"token_ids": [2, 2, 2]}', token_ids=(2, 2, 2)),
@@ -300,11 +300,20 @@ class Expected:
     def __init__(self) -> None:
         self.model, self.tokenizer, self.known = make_model(make_config()), make_tokenizer(PICKY), dict[str, str]()
 
+    def token_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation; special tokens that it spells are plain text."""
+        if "<|" not in str(messages):
+            ids: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            return ids
+        plain = make_tokenizer().backend_tokenizer
+        plain.encode_special_tokens = True
+        start, end = self.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        turns = [(f"{message['role']}\n{message['content']}", [end, *plain.encode("\n").ids]) for message in messages]
+        turns.append(("assistant\n", []))
+        return [token for text, close in turns for token in (start, *plain.encode(text).ids, *close)]
+
     def completion(self, case: Case) -> str:
-        ids = (
-            list(case.token_ids)
-            or self.tokenizer.apply_chat_template(case.messages, add_generation_prompt=True)["input_ids"]
-        )
+        ids = list(case.token_ids) or self.token_ids(case.messages)
         if str(ids) not in self.known:
             made = generate(self.model, ids, min(MAX_TOKENS, CONTEXT - len(ids)), eos_token_id=2)
             self.known[str(ids)] = self.tokenizer.decode(made, skip_special_tokens=True)
@@ -494,8 +503,8 @@ def test_what_breaks_off_ends_in_one_error_row_and_the_other_files_go_on(model: 
 
 
 NOT_READABLE = {
-    "in.jsonl.gz": b'{"prompt": "not compressed"}\n',
-    "in.jsonl.zst": b'{"prompt": "not compressed"}\n',
+    "in.txt": "UTF-16".encode("utf-16-le"),
+    "in.jsonl": b'[{"prompt": "x"}]',
     "cut.jsonl.gz": gzip.compress(b'{"prompt": "x"}\n')[:9],
     "in.parquet": b'{"prompt": "x"}\n',
     "empty.parquet": b"",

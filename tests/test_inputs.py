@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -43,6 +44,86 @@ def test_a_folder_gives_its_files_in_order_without_hidden_and_foreign_ones(tmp_p
     ):
         file_at(tmp_path / name)
     assert names_of(tmp_path) == ["a.ndjson", "b.jsonl", "d.jsonl.gz", "c.txt"]
+
+
+def test_what_a_folder_leaves_out_is_counted_and_said(tmp_path: Path) -> None:
+    for name in (
+        "a.jsonl",
+        "B.JSONL",
+        "C.Jsonl.GZ",
+        "c.json",
+        "d.jsonl.bz2",
+        "e.csv.gz",
+        "_SUCCESS",
+        ".hidden",
+        "sub/f.txt",
+        "sub/x.bz2",
+    ):
+        file_at(tmp_path / name)
+    file_at(tmp_path / ".git/config")
+    file_at(tmp_path / "x.jsonl/inside.txt", b"")
+    file_at(tmp_path / "out/part-00000.jsonl")
+    (tmp_path / "broken.jsonl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    said: list[str] = []
+    found = resolve([str(tmp_path)], owned_by(tmp_path / "out"), said.append)
+    assert [Path(source.name).name for source in found] == ["B.JSONL", "C.Jsonl.GZ", "a.jsonl", "f.txt", "inside.txt"]
+    (line,) = said
+    reasons = "2 .bz2, 2 hidden, 1 .json, 1 .csv.gz, 1 without an ending, 1 broken links, 1 linked folders, 1 no regular files, 1 of the output"
+    start, empty = line.split("; ")
+    assert start.startswith(f"{tmp_path}: left out: ")
+    assert sorted(start.removeprefix(f"{tmp_path}: left out: ").split(", ")) == sorted(reasons.split(", "))
+    assert empty == "1 of 5 files read are empty"
+
+
+def test_what_a_pattern_leaves_out_is_counted_and_said(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.csv", "c/d.jsonl"):
+        file_at(tmp_path / name)
+    said: list[str] = []
+    resolve([str(tmp_path / "*")], note=said.append)
+    assert said == [f"{tmp_path}/*: left out: 1 .csv, 1 folders"]
+    with pytest.raises(UsageError, match=r"holds no file that ends in .*; left out: 1 \.csv"):
+        resolve([str(tmp_path / "b*")])
+
+
+def test_nothing_is_said_where_nothing_is_left_out(tmp_path: Path) -> None:
+    file_at(tmp_path / "a.jsonl")
+    said: list[str] = []
+    resolve([str(tmp_path)], note=said.append)
+    assert said == []
+
+
+def test_a_folder_that_can_not_be_looked_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_at(tmp_path / "a.jsonl")
+    file_at(tmp_path / "closed/b.jsonl")
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(UsageError, match=f"{tmp_path}: {tmp_path}/closed: can't be opened: Permission denied"):
+        resolve([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["s3://bucket/x.jsonl", "gs://b/x", "hdfs://h/x.parquet", "https://h/x.jsonl", "S3://b/x", "file:///x.jsonl"],
+)
+def test_urls_are_refused_as_input_and_as_output(name: str) -> None:
+    scheme = name.partition("//")[0] + "//"
+    with pytest.raises(UsageError, match=f"{name}: cbatch reads local files and hf:// datasets, not {scheme}"):
+        resolve([name])
+    with pytest.raises(UsageError, match=f"-o {name}: cbatch writes local files, not {scheme}"):
+        Target(OutputConfig(output=name))
+
+
+def test_a_json_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"if it has one object a line, let its name end in \.jsonl"):
+        resolve([str(file_at(tmp_path / "in.json"))])
 
 
 def test_a_folder_below_a_hidden_one_may_be_named(tmp_path: Path) -> None:

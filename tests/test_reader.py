@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import sys
+import zlib
 from collections.abc import Callable
 from datetime import datetime, timezone
 from decimal import Decimal
@@ -17,10 +21,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbatch.errors import UsageError
 from cbatch.rows import lines
 from cbatch.rows.inputs import resolve
 from cbatch.rows.reader import UNKNOWN_DIGEST, Source, read
 from cbatch.rows.request import Row
+from cbatch.rows.signature import foreign_kind
 
 
 def rows_of(path: Path, content: bytes | None = None) -> list[Row]:
@@ -135,6 +141,10 @@ def test_a_line_of_20_megabytes_is_read(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=60))
 def test_any_bytes_give_rows_and_never_an_exception(content: bytes) -> None:
+    if problem := foreign_kind(content, "jsonl"):
+        with pytest.raises(UsageError, match=re.escape(f"-: {problem}")):
+            _rows_of_bytes(content)
+        return
     rows = list(_rows_of_bytes(content))
     expected = [part for part in content.split(b"\n") if part.replace(b"\xef\xbb\xbf", b"").strip()]
     assert len(rows) == len(expected)
@@ -222,11 +232,193 @@ def test_a_file_that_is_removed_or_grows_while_it_is_read_is_read_to_its_end(
     assert not any(row.problem for row in found)
 
 
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst", "in.jsonl", "IN.JSONL.GZ", "in.ndjson.Zst"])
+@pytest.mark.parametrize("codec", ["", "gz", "zst"])
+def test_the_first_bytes_tell_what_is_compressed_whatever_the_name_says(tmp_path: Path, name: str, codec: str) -> None:
+    content = line(0) + line(1)
+    assert data_of(tmp_path / name, compressed(content, codec) if codec else content) == [{"n": 0}, {"n": 1}]
+    assert resolve([str(tmp_path / name)])[0].count() == (None if codec else 2)
+
+
 @pytest.mark.parametrize("codec", ["gz", "zst"])
-def test_what_is_not_compressed_at_all_is_a_problem(tmp_path: Path, codec: str) -> None:
-    (row,) = rows_of(tmp_path / f"in.jsonl.{codec}", b'{"n": 0}\n{"n": 1}\n')
-    assert row.problem
-    assert row.problem.kind == "read_error"
+def test_compressed_standard_input_is_read(codec: str) -> None:
+    content = b"".join(map(line, range(600)))
+    assert [row.data for row in _rows_of_bytes(compressed(content, codec))] == [{"n": n} for n in range(600)]
+
+
+def zstd_of_blocks(lines: list[bytes], per_block: int, checksum: bool = False) -> bytes:
+    """A zstd frame with raw blocks of so many lines each, as writers make that flush often."""
+    pieces = [b"".join(lines[n : n + per_block]) for n in range(0, len(lines), per_block)]
+    blocks = [(len(piece) << 3 | (piece is pieces[-1])).to_bytes(3, "little") + piece for piece in pieces]
+    return b"\x28\xb5\x2f\xfd" + bytes([0x04 * checksum, 0x58]) + b"".join(blocks) + b"sum?" * checksum
+
+
+def members(codec: str, shape: str) -> bytes:
+    """300 lines in compressed form: in one piece, in members or frames of 7 lines, or in small blocks."""
+    lines = [b'{"n": %d, "pad": "%d"}\n' % (n, n * 2**40) for n in range(300)]
+    if shape == "one":
+        return compressed(b"".join(lines), codec)
+    if shape == "blocks" and codec == "zst":
+        return zstd_of_blocks(lines, 3)
+    if shape == "blocks":
+        coder = zlib.compressobj(wbits=31)
+        return b"".join(coder.compress(one) + coder.flush(zlib.Z_SYNC_FLUSH) for one in lines) + coder.flush()
+    return b"".join(compressed(b"".join(lines[n : n + 7]), codec) for n in range(0, 300, 7))
+
+
+def content_before_fault(codec: str, data: bytes) -> bytes:
+    """What a decoder that is given one byte at a time makes of data up to a fault."""
+    if codec == "zst":
+        return zstd_before_fault(data)
+    found, decoder = b"", zlib.decompressobj(31)
+    for index in range(len(data)):
+        try:
+            found += decoder.decompress(data[index : index + 1])
+        except zlib.error:
+            break
+        if decoder.eof:
+            decoder = zlib.decompressobj(31)
+    return found
+
+
+def zstd_before_fault(data: bytes) -> bytes:
+    """The same of the raw blocks and whole frames that `members` makes."""
+    found, rest = b"", data
+    while rest.startswith(b"\x28\xb5\x2f\xfd\x00\x58"):
+        rest, is_last = rest[6:], 0
+        while not is_last and len(rest) >= 3:
+            number = int.from_bytes(rest[:3], "little")
+            is_last, size = number & 1, number >> 3
+            if len(rest) < 3 + size:
+                return found
+            found, rest = found + rest[3 : 3 + size], rest[3 + size :]
+    return found
+
+
+@pytest.mark.parametrize("shape", ["one", "members", "blocks"])
+@pytest.mark.parametrize("codec", ["gz", "zst"])
+@pytest.mark.parametrize("fault", ["cut", "behind"])
+def test_every_whole_line_before_a_fault_is_a_row(codec: str, shape: str, fault: str) -> None:
+    whole = members(codec, shape)
+    known = shape == "blocks" or codec == "gz"  # how much stands before a cut
+    for keep in range(20, len(whole), len(whole) // 40) if fault == "cut" else (len(whole),):
+        data = whole[:keep] + (b"behind the end" if fault == "behind" else b"")
+        rows = list(_rows_of_bytes(data))
+        good = [row.data["n"] for row in rows if not row.problem]
+        assert good == list(range(len(good)))
+        if fault == "behind":
+            assert len(good) == 300
+        elif known:
+            least = content_before_fault(codec, data).count(b"\n")
+            assert len(good) == least if codec == "gz" else len(good) >= least
+        if rows and rows[-1].problem:
+            assert [row.problem.kind for row in rows[len(good) :] if row.problem][-1] == "read_error"
+            assert len(rows) == len(good) + 1
+        else:
+            assert shape == "members"  # cut between two
+
+
+@pytest.mark.parametrize("codec", ["gz", "zst"])
+def test_every_whole_line_before_damage_is_a_row(codec: str) -> None:
+    whole = bytearray(members(codec, "members"))
+    starts = [n for n in range(len(whole)) if whole[n:].startswith((b"\x1f\x8b\x08\x00", b"\x28\xb5\x2f\xfd"))]
+    middle = starts[20]
+    whole[middle] ^= 0xFF
+    rows = list(_rows_of_bytes(bytes(whole)))
+    assert [row.data.get("n") for row in rows] == [*range(140), None]
+    assert rows[-1].problem
+    assert rows[-1].problem.kind == "read_error"
+
+
+@pytest.mark.parametrize("fault", ["cut", "damaged"])
+def test_every_line_in_whole_blocks_of_zstd_is_a_row(fault: str) -> None:
+    content = b"".join(b'{"n": %d, "pad": "%d"}\n' % (n, n**5) for n in range(40_000))
+    data = compressed(content, "zst")
+    ends: list[int] = []
+    position = 4 + 1 + (not data[4] >> 5 & 1) + (data[4] >> 5 & 1, 2, 4, 8)[data[4] >> 6]
+    number = 0
+    while not number & 1:
+        number = int.from_bytes(data[position : position + 3], "little")
+        position += 3 + (number >> 3)
+        ends.append(position)
+    assert len(ends) >= 8
+    for block in (1, len(ends) // 2, len(ends) - 2):
+        end = ends[block]
+        spoilt = data[: end + 40] if fault == "cut" else data[: end + 3] + b"\xff" * 60 + data[end + 63 :]
+        rows = list(_rows_of_bytes(spoilt))
+        assert rows[-1].problem
+        assert [row.data["n"] for row in rows[:-1]] == list(range(len(rows) - 1))
+        assert len(rows) - 1 >= content[: (block + 1) * 2**17].count(b"\n")
+
+
+def test_a_wrong_checksum_of_a_zstd_frame_costs_no_line() -> None:
+    rows = list(_rows_of_bytes(zstd_of_blocks([line(n) for n in range(9)], 2, checksum=True)))
+    assert [row.data.get("n") for row in rows] == [*range(9), None]
+    assert rows[-1].problem
+
+
+def test_frames_that_decoders_pass_over_are_passed_over() -> None:
+    user = b"\x50\x2a\x4d\x18" + (70_000).to_bytes(4, "little") + bytes(70_000)
+    packed = user + compressed(line(0), "zst") + user + zstd_of_blocks([line(1)], 1)
+    assert [row.data for row in _rows_of_bytes(packed)] == [{"n": 0}, {"n": 1}]
+
+
+# What is none of the kinds
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", ["One line\r\nand another\r\n", "Ein Läufer für Übermut\n", '{"prompt": "x"}\n' * 9])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "txt.gz"])
+def test_text_of_two_or_four_bytes_a_character_is_refused_by_name(
+    tmp_path: Path, encoding: str, text: str, suffix: str
+) -> None:
+    content = text.encode(encoding)
+    path = tmp_path / f"in.{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    name = encoding[:6].upper()
+    with pytest.raises(UsageError, match=f"{re.escape(str(path))}: is {name}.* text: convert it: iconv"):
+        resolve([str(path)])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_chinese_text_in_utf_16_without_a_mark_is_refused(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes("写一首关于雨的诗 2024 年\n请把这句话翻译成英文。\n".encode(encoding) * 3)
+    with pytest.raises(UsageError, match="UTF-16"):
+        resolve([str(path)])
+
+
+@pytest.mark.parametrize("content", [b"a\0b\nc\n", b"\0" * 40 + b"\nx\n", "é漢字 😀\n".encode(), b"x", b"\xff" * 50])
+def test_other_text_is_not_taken_for_utf_16(tmp_path: Path, content: bytes) -> None:
+    assert rows_of(tmp_path / "in.txt", content)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer.*git lfs pull"),
+        (bz2.compress(line(0)), "bzip2"),
+        (lzma.compress(line(0)), "xz"),
+        (b"PK\x03\x04abc", "zip"),
+        (b"PAR1abcd", "Parquet: let its name end in .parquet"),
+        (b'[{"prompt": "a"}, {"prompt": "b"}]', "one JSON array"),
+        (b'[\n  {"prompt": "a"},\n  {"prompt": "b"}\n]\n', "one JSON array"),
+        (b'\xef\xbb\xbf \n[ {"prompt": "a"},\r\n{"prompt": "b"}]', "one JSON array"),
+        (b'{\n  "prompt": "a"\n}\n', "one JSON object over several lines"),
+    ],
+)
+@pytest.mark.parametrize("name", ["in.jsonl", "-", "in.jsonl.gz"])
+def test_what_is_no_jsonl_is_refused_by_name(tmp_path: Path, content: bytes, message: str, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(UsageError, match=f": is .*{message}"):
+        _ = _rows_of_bytes(content) if name == "-" else rows_of(path)
+
+
+@pytest.mark.parametrize("first", [b"[1]", b'[{"a": 1}]', b"{", b"[ERROR] log", b"}"])
+def test_a_first_line_that_is_bad_costs_no_other(tmp_path: Path, first: bytes) -> None:
+    rows = rows_of(tmp_path / "in.jsonl", first + b"\n" + line(1))
+    assert [row.data for row in rows] == [{}, {"n": 1}]
 
 
 def test_an_empty_compressed_file_has_no_rows(tmp_path: Path) -> None:

@@ -236,10 +236,7 @@ class ModelFiles:
 
 def locate(name: str) -> ModelFiles:
     """Find a model on disk, or fetch it: a folder, a GGUF file, a built-in name, or the id of a Hub repository."""
-    try:
-        path = Path(name).expanduser()
-    except RuntimeError:
-        raise UsageError(f"{name}: this user has no home folder; name the model by its whole path") from None
+    path = Path(name)
     if name in fetch.BUILT_IN and not (path / "config.json").is_file():  # a job's output may have the model's name
         return ModelFiles(name, fetch.built_in(name))
     if path.is_file() and is_gguf(path):

@@ -11,6 +11,7 @@ from cbatch.config import OutputConfig
 from cbatch.errors import UsageError
 from cbatch.output.record import RecordShape
 from cbatch.output.shard import Shard, find_shards
+from cbatch.rows.inputs import URL
 from cbatch.rows.rank import WHOLE
 from cbatch.rows.reader import Source
 
@@ -34,6 +35,8 @@ class Target:
 
     def _check(self, by_suffix: str | None) -> None:
         output, given = self.output, self.output.output
+        if scheme := URL.match(given):
+            raise UsageError(f"-o {given}: cbatch writes local files, not {scheme[1]}; copy them there afterwards")
         if not given:
             raise UsageError("say where the completions go: -o FOLDER, -o FILE.jsonl, -o FILE.parquet or -o -")
         if by_suffix and output.format and by_suffix != output.format:

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import glob
+import os
+import re
 import sys
+import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 from cbatch.errors import UsageError, first_line
 from cbatch.rows.arrow import arrow_error
-from cbatch.rows.lines import COMPRESSED_SUFFIXES
+from cbatch.rows.lines import COMPRESSED_SUFFIXES, open_lines
 from cbatch.rows.reader import SUFFIXES, Source
 
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)")  # at the start of a name: what it names is not a local file
 
-def resolve(inputs: Sequence[str], is_output: Callable[[Path], bool] = lambda _: False) -> list[Source]:
+Told = Callable[[str], None]
+
+
+def resolve(
+    inputs: Sequence[str], is_output: Callable[[Path], bool] = lambda _: False, note: Told = lambda _: None
+) -> list[Source]:
     """The sources that INPUT... names, in order; UsageError if one is missing, unreadable or named twice.
 
     `is_output` tells which files belong to the job's own output. A folder or a pattern leaves them out; naming one of
-    them itself is a UsageError.
+    them itself is a UsageError. `note` tells the user how many files a folder or a pattern leaves out, and why.
     """
     sources: list[Source] = []
     for name in inputs:
         try:
-            sources += _sources(name, is_output)
+            sources += _sources(name, is_output, note)
         except OSError as error:
-            raise UsageError(f"{name:.200}: can't be opened: {error.strerror or first_line(error)}") from None
+            place = f"{name:.200}" if error.filename in (None, name) else f"{name:.200}: {error.filename}"
+            raise UsageError(f"{place}: can't be opened: {error.strerror or first_line(error)}") from None
     seen: set[str] = set()
     for source in sources:
         key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
@@ -35,22 +46,58 @@ def resolve(inputs: Sequence[str], is_output: Callable[[Path], bool] = lambda _:
     return sources
 
 
-def _sources(name: str, is_output: Callable[[Path], bool]) -> list[Source]:
+def _sources(name: str, is_output: Callable[[Path], bool], note: Told) -> list[Source]:
     """The sources that one INPUT names."""
     if name == "-":
         return [_standard_input()]
     if name.startswith("hf://"):
         return [_hub_dataset(name)]
+    if scheme := URL.match(name):
+        raise UsageError(f"{name}: cbatch reads local files and hf:// datasets, not {scheme[1]}; copy it here first")
     path, _, query = name.partition("?") if not Path(name).exists() else (name, "", "")
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         return [_saved_dataset(name, path, query)]
     if Path(name).is_file():
         return [_named_file(name, is_output)]
-    found = _files_below(Path(name)) if Path(name).is_dir() else _files_matching(name)
-    files = [path for path in found if path.name.endswith(SUFFIXES) and not is_output(path)]
+    return _files(name, is_output, note)
+
+
+def _files(name: str, is_output: Callable[[Path], bool], note: Told) -> list[Source]:
+    """The files of a folder or a pattern."""
+    files, left_out = [], Counter[str]()
+    for path in _files_below(Path(name)) if Path(name).is_dir() else _files_matching(name):
+        if reason := _why_left_out(path, is_output):
+            left_out[reason] += 1
+        else:
+            files.append(path)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in left_out.most_common())
     if not files:
-        raise UsageError(f"{name}: holds no file that ends in {', '.join(SUFFIXES)}")
+        found = f"; left out: {reasons}" if reasons else ""
+        raise UsageError(f"{name}: holds no file that ends in {', '.join(SUFFIXES)}{found}")
+    if num_empty := sum(not path.stat().st_size for path in files):
+        reasons += f"{'; ' if reasons else ''}{num_empty:,} of {len(files):,} files read are empty"
+    if reasons:
+        note(f"{name}: {'left out: ' if left_out else ''}{reasons}")
     return [_file(path) for path in files]
+
+
+def _why_left_out(path: Path, is_output: Callable[[Path], bool]) -> str | None:
+    """Why something that a folder or a pattern holds is not read; None if it is."""
+    if path.name.startswith("."):
+        return "hidden"
+    if path.is_dir():
+        return "linked folders" if path.is_symlink() else "folders"
+    if not path.is_file():
+        return "broken links" if path.is_symlink() else "no regular files"
+    if not _is_known(path):
+        ending = "".join(path.suffixes[-2:] if path.suffix.lower() in COMPRESSED_SUFFIXES else path.suffixes[-1:])
+        return ending or "without an ending"
+    return "of the output" if is_output(path) else None
+
+
+def _is_known(path: Path) -> bool:
+    """Whether the name of a file ends as those of files that can be read do, in letters of either case."""
+    return path.name.lower().endswith(SUFFIXES)
 
 
 def _standard_input() -> Source:
@@ -66,39 +113,48 @@ def _named_file(name: str, is_output: Callable[[Path], bool]) -> Source:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """The files in a folder and its subfolders, without hidden ones, in order."""
-    paths = sorted(folder.rglob("*"))
-    return [p for p in paths if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    """What a folder and its subfolders hold, in order; of hidden and of linked folders only themselves."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = []
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        aside = [name for name in folders if name.startswith(".") or (Path(place) / name).is_symlink()]
+        folders[:] = [name for name in folders if name not in aside]
+        found += [Path(place) / name for name in (*files, *aside)]
+    return sorted(found)
 
 
 def _files_matching(pattern: str) -> list[Path]:
-    """The files that match a pattern, in order."""
+    """What matches a pattern, in order."""
     found = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     if not found:
         raise UsageError(f"{pattern}: no such file or folder, and no file matches it")
-    return [path for path in found if path.is_file()]
+    return found
 
 
 def _file(path: Path) -> Source:
     """A file that can be opened and, if it is Parquet, has a readable footer."""
     if any("\ud800" <= character <= "\udfff" for character in str(path)):
         raise UsageError(f"{str(path)!r}: the name of this file is not valid UTF-8; rename it")
-    if not path.name.endswith(SUFFIXES):
-        raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(SUFFIXES)}")
+    if not _is_known(path):
+        hint = "; if it has one object a line, let its name end in .jsonl" if path.suffix.lower() == ".json" else ""
+        raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(SUFFIXES)}{hint}")
     kind = _kind(path)
     try:
-        with path.open("rb") as file:
-            file.read(1)
+        with open_lines(str(path), kind):
+            pass
         if kind == "parquet":
             _check_columns(path)
-    except (OSError, arrow_error()) as error:
+    except (OSError, EOFError, zlib.error, arrow_error()) as error:
         raise UsageError(f"{path}: can't be read: {first_line(error)}") from None
     return Source(str(path), kind, path.stat().st_size)
 
 
 def _kind(path: Path) -> str:
     """The kind of source that a file is, by its name."""
-    name = path.name
+    name = path.name.lower()
     for suffix in COMPRESSED_SUFFIXES:
         name = name.removesuffix(suffix)
     return "parquet" if name.endswith(".parquet") else "text" if name.endswith(".txt") else "jsonl"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-from cbatch.errors import RowError
+from cbatch.errors import RowError, UsageError
+from cbatch.rows.compression import decompressed, is_compressed
+from cbatch.rows.signature import HEAD, foreign_kind
 
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 
@@ -18,13 +20,22 @@ _TOO_LONG = b"\n"  # stands for a line above the limit; no other line holds its 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def numbered_lines(name: str) -> Iterator[tuple[int, bytes]]:
+@contextmanager
+def open_lines(name: str, kind: str) -> Iterator[io.BufferedReader]:
+    """The content of a file or of standard input (`-`); UsageError if its first bytes tell that it is none of its kind."""
+    with _open(name) as file, decompressed(file) as content:
+        if problem := foreign_kind(content.peek(HEAD)[:HEAD], kind):
+            raise UsageError(f"{name}: {problem}")
+        yield content
+
+
+def numbered_lines(name: str, kind: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file (`-`: standard input) that are not blank, without their ends, numbered from 1.
 
     A line ends at 0x0A and nowhere else, and a byte-order mark at its start is no part of it. One above the size limit is
     passed on as a mark that `decoded` refuses.
     """
-    with _open(name) as file:
+    with open_lines(name, kind) as file:
         number = 0
         while line := file.readline(_MAX_LINE + 1):
             number += 1
@@ -52,23 +63,17 @@ def decoded(line: bytes) -> tuple[str, RowError | None]:
 
 def count_lines(name: str) -> int | None:
     """The number of lines of a file, blank ones included; None for standard input and compressed files."""
-    if name == "-" or name.endswith(COMPRESSED_SUFFIXES):
+    if name == "-":
         return None
     with Path(name).open("rb") as file:
+        if is_compressed(file.peek(4)):
+            return None
         num_newlines, last = 0, b"\n"
         for chunk in iter(lambda: file.read(1 << 20), b""):
             num_newlines, last = num_newlines + chunk.count(b"\n"), chunk[-1:]
     return num_newlines + (last != b"\n")
 
 
-def _open(name: str) -> IO[bytes] | gzip.GzipFile:
-    if name == "-":
-        # Detached, because the interpreter crashes at its end if it closes sys.stdin while a thread waits for it.
-        return cast(Any, sys.stdin).detach()  # type: ignore[no-any-return]
-    if name.endswith(".gz"):
-        return gzip.open(name)
-    if name.endswith(".zst"):
-        import pyarrow as pa
-
-        return io.BufferedReader(pa.input_stream(name, compression="zstd"))
-    return Path(name).open("rb")
+def _open(name: str) -> Any:
+    # Detached, because the interpreter crashes at its end if it closes sys.stdin while a thread waits for it.
+    return cast(Any, sys.stdin).detach() if name == "-" else Path(name).open("rb")

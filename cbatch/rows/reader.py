@@ -13,7 +13,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from cbatch.errors import RowError, first_line
+from cbatch.errors import RowError, UsageError, first_line
 from cbatch.rows.arrow import count_parquet_rows, dataset_rows, parquet_rows
 from cbatch.rows.json_object import parse_object
 from cbatch.rows.lines import COMPRESSED_SUFFIXES, count_lines, decoded, numbered_lines
@@ -44,6 +44,8 @@ class Source:
                 yield row
                 num_rows = row.index + 1
             self._check_size()
+        except UsageError:  # standard input is no rows at all
+            raise
         except Exception as error:  # files, Arrow and the Hub's streams raise what they like
             problem = RowError("read_error", f"{self.name}: can't be read on from here: {first_line(error)}")
             yield Row(self.name, num_rows, self.name, {}, BROKEN_DIGEST, problem)
@@ -64,7 +66,7 @@ class Source:
         return self._rows_of_table(dataset_rows(self.dataset, streamed=self.size is None))
 
     def _rows_of_lines(self, parse: Callable[[str], Parsed]) -> Iterator[Row]:
-        for index, (number, line) in enumerate(numbered_lines(self.name)):
+        for index, (number, line) in enumerate(numbered_lines(self.name, self.kind)):
             text, problem = decoded(line)
             columns, other = parse(text)
             yield self._row(index, f"{self.name}:{number}", Parsed(columns, problem or other), line)
