@@ -26,8 +26,10 @@ _DTYPES = ("None", "float64", "float32", "float16", "bfloat16")  # that weights 
 _MOST_LAYERS = 2_000  # of a model that is believed
 # Settings that change a model's arithmetic where its type knows them. One that it does not know would be passed over.
 _ARITHMETIC = re.compile(
-    r"softcap|_multiplier$|logits?_scal|^query_pre_attn_scalar$|embedding_scale|residual_scale|alibi|^rotary|rotary_|"
-    r"^rope_|clip_qkv|no_rope|nope_|attention_sink|attn_sink|^transformers_weights$"
+    r"softcap|^(embedding|attention|residual|logits|lm_head|key|mlp)_multipliers?$|logits?_scal|^query_pre_attn_scalar$|"
+    r"^(embedding|residual)_scale$|alibi|^rotary_(dim|pct|percent|emb|ndims)|^partial_rotary_factor$|"
+    r"^rope_(theta|scaling|ratio|pct|percent|factor|interleave)|clip_qkv|no_rope|nope_layer|att(entio)?n_sink|"
+    r"^transformers_weights$"
 )
 
 
@@ -179,7 +181,7 @@ def check_settings(config: dict[str, Any], known: Any) -> None:
             continue
         scaling = part.get("rope_scaling") or part.get("rope_parameters")
         settings = {key: value for key, value in part.items() if _ARITHMETIC.search(key)}
-        settings |= scaling if isinstance(scaling, dict) else {}
+        settings |= {key: scaling[key] for key in scaling if key != "finetuned"} if isinstance(scaling, dict) else {}
         for key in _unmentioned(settings, of_part):
             raise UsageError(
                 f"{key} = {settings[key]!r:.80} in config.json changes what a model computes, but models of "
