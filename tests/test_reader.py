@@ -562,3 +562,24 @@ def test_a_damaged_data_page_ends_the_reading_with_a_problem(tmp_path: Path) -> 
     rows = rows_of(path, bytes(content))
     assert rows[-1].problem
     assert rows[-1].problem.kind == "read_error"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize(
+    "text", ["один два\nтри\n", "مرحبا بك\nx\n", "中文 上\n第二\n" * 9000, "Ça va\n\U0001f600 b\n", "x"]
+)
+def test_text_of_any_script_in_two_or_four_bytes_is_named(tmp_path: Path, encoding: str, text: str) -> None:
+    (tmp_path / "in.txt").write_bytes(text.encode(encoding))
+    with pytest.raises(UsageError, match=f"is {encoding[:6].upper()}[BL]E text"):
+        resolve([str(tmp_path / "in.txt")])
+
+
+def test_a_nul_in_a_line_of_text_is_a_problem_of_its_row_only(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path / "in.txt", "één\n".encode() + b"t\0wo\nthree\n" + bytes(5000))
+    assert [row.problem.kind if row.problem else None for row in rows] == [None, "invalid_utf8", None, "invalid_utf8"]
+
+
+def test_what_is_compressed_twice_is_named(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(compressed(line(0), "zst")))
+    with pytest.raises(UsageError, match="is compressed twice"):
+        resolve([str(tmp_path / "in.jsonl.gz")])

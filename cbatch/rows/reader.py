@@ -60,7 +60,7 @@ class Source:
         if self.kind == "jsonl":
             return self._rows_of_lines(parse_object)
         if self.kind == "text":
-            return self._rows_of_lines(lambda text: Parsed({"prompt": text}))
+            return self._rows_of_lines(_text_line)
         if self.kind == "parquet":
             return self._rows_of_table(parquet_rows(self.name))
         return self._rows_of_table(dataset_rows(self.dataset, streamed=self.size is None))
@@ -110,6 +110,13 @@ def spans(counts: Sequence[int], skip: int, limit: int | None) -> list[range]:
         range(count)[max(0, skip - end + count) : max(0, stop - end + count)]
         for count, end in zip(counts, ends, strict=True)
     ]
+
+
+def _text_line(text: str) -> Parsed:
+    """The prompt that a line of text is. A NUL is no text: damage or another encoding than UTF-8 left it there."""
+    place = text.find("\0")
+    problem = RowError("invalid_utf8", f"a NUL at character {place + 1}; that is no text") if place >= 0 else None
+    return Parsed({"prompt": text}, problem)
 
 
 def digest_of(content: bytes) -> int:

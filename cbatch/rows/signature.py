@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from unicodedata import category
 
 HEAD = 1 << 16  # bytes that are looked at
 
@@ -15,6 +16,8 @@ _KINDS = (  # first bytes, what they say, what to do
     (b"\x04\x22\x4d\x18", "compressed with lz4", "use lz4cat, or gzip or zstd"),
     (b"PK\x03\x04", "a zip archive", "unpack it"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it"),
+    (b"\x1f\x8b\x08", "compressed twice", "decompress it"),
+    (b"\x28\xb5\x2f\xfd", "compressed twice", "decompress it"),
     (_PARQUET, "Parquet", "let its name end in .parquet"),
     (b"ARROW1", "an Arrow file", "write it as Parquet"),
     (b"SQLite format 3\0", "an SQLite database", "write its rows as JSONL"),
@@ -24,8 +27,7 @@ _KINDS = (  # first bytes, what they say, what to do
     (b"\xff\xfe", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
     (b"\xfe\xff", "UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8"),
 )
-_NULS_OF_LATIN, _NULS_OF_OTHERS = 0.4, 0.02  # least share of the bytes of text in UTF-16 or UTF-32
-_NULS_OF_HIGH_BYTES = 0.8  # least share of them that are the high bytes of Latin characters
+_NULS_OF_LATIN = 0.4  # least share of the bytes of Latin text in UTF-16 or UTF-32
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f]")
 
 
@@ -44,30 +46,30 @@ def foreign_kind(head: bytes, kind: str) -> str | None:
 
 
 def _unmarked_encoding(head: bytes) -> str | None:
-    """The encoding of text with two or four bytes for each character and no byte-order mark: every other byte of Latin
-    text is NUL, and some are where there are spaces and line ends in other text.
+    """The encoding of text with two or four bytes for each character and no byte-order mark, if the head can be read so
+    and holds a NUL, as a space and a line end do there. What would be UTF-8 but for some NULs is not such text.
     """
     num_nul = head.count(0)
-    if num_nul < len(head) * (_NULS_OF_LATIN if _is_utf8(head) else _NULS_OF_OTHERS) or not num_nul:
+    if not num_nul or (_is_clean_utf8(head.replace(b"\0", b"")) and num_nul < len(head) * _NULS_OF_LATIN):
         return None
     for encoding, width in (("UTF-32LE", 4), ("UTF-32BE", 4), ("UTF-16LE", 2), ("UTF-16BE", 2)):
         text = head[: len(head) // width * width].decode(encoding, "replace").removesuffix("\ufffd")
-        num_latin = sum(character < "\u0100" for character in text)
-        if (
-            "\ufffd" not in text
-            and not _CONTROL.search(text)
-            and num_latin * (width - 1) >= num_nul * _NULS_OF_HIGH_BYTES
-        ):
+        if text and ("\n" in text) == (b"\n" in head) and not any(map(_is_no_text, text)):
             return encoding
     return None
 
 
-def _is_utf8(head: bytes) -> bool:
+def _is_no_text(character: str) -> bool:
+    """Whether a character is unassigned, private, a control character, or stands for what could not be read."""
+    return character == "\ufffd" or (category(character) in ("Cc", "Cn", "Co") and character not in "\t\n\v\f\r")
+
+
+def _is_clean_utf8(head: bytes) -> bool:
+    """Whether this is UTF-8 without control characters, up to a character that the end of the head divides."""
     try:
-        head.decode()
+        return not _CONTROL.search(head.decode())
     except UnicodeDecodeError as error:
-        return error.end >= len(head) - 3 and error.start > 0  # the head ends in the middle of a character
-    return True
+        return error.start > 0 and error.end >= len(head) - 3 and not _CONTROL.search(head[: error.start].decode())
 
 
 def _one_value(head: bytes) -> str | None:
