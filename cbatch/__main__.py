@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from cbatch.isolation import isolate
 
@@ -16,17 +18,30 @@ def run() -> None:
     from cbatch.cli import main
     from cbatch.errors import FATAL, OK
     from cbatch.model.cache import ensure_cache
+    from cbatch.streams import end_with_the_reader
 
+    end_with_the_reader()
     ensure_cache()
+    code = _exit_code(main)
+    code = _exit_code(_flush) or code
+    if "torch" not in sys.modules or isinstance(code, str):
+        sys.exit(code)
+    os._exit(code if isinstance(code, int) else OK if code is None else FATAL)
+
+
+def _exit_code(act: Callable[[], None]) -> Any:
+    """Do something; the code with which it ends the process, or None."""
     try:
-        main()
+        act()
     except SystemExit as end:
-        if "torch" not in sys.modules or isinstance(end.code, str):
-            raise
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with suppress(OSError, ValueError):  # closed, or nobody reads it any more; the exit code says so
-                stream.flush()
-        os._exit(end.code if isinstance(end.code, int) else OK if end.code is None else FATAL)
+        return end.code
+    return None
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):  # closed, or full
+            stream.flush()
 
 
 def _ensure_utf8() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from cbatch.errors import READER_GONE
+
 
 def secure_standard_streams() -> None:
     """Open the standard streams that are closed, so that no file of the job gets their number and is printed into.
@@ -24,6 +26,30 @@ def secure_standard_streams() -> None:
         buffer = io.BufferedWriter(_Unbreakable(2, "w", closefd=False))
         encoding = getattr(sys.stderr, "encoding", None)
         sys.stderr = io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def end_with_the_reader() -> None:
+    """Have the command end with READER_GONE once it prints to standard output and nobody reads that any more."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        buffer = io.BufferedWriter(_WhileRead(1, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(
+            buffer, sys.stdout.encoding, sys.stdout.errors, line_buffering=sys.stdout.isatty()
+        )
+
+
+class _WhileRead(io.FileIO):
+    """A pipe that takes nothing any more once its reader is gone, which ends the command."""
+
+    is_gone = False
+
+    def write(self, data: Any) -> int:
+        if self.is_gone:
+            return len(data)
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            self.is_gone = True
+            raise SystemExit(READER_GONE) from None
 
 
 class _Unbreakable(io.FileIO):

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "cbatch.config": {"cbatch.errors", "cbatch.settings"},
     "cbatch.rows.request": {"cbatch.errors", "cbatch.config"},
     "cbatch.cli": {"cbatch.run", "cbatch.check", "cbatch.bench"},
-    "cbatch.__main__": {"cbatch.cli", "cbatch.isolation", "cbatch.model.cache"},
+    "cbatch.__main__": {"cbatch.cli", "cbatch.isolation", "cbatch.model.cache", "cbatch.streams"},
     "cbatch.isolation": set(),
     "cbatch.machine": {"cbatch.errors"},
     "cbatch.deadline": set(),

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cbatch.errors import SOME_FAILED
+from cbatch.errors import READER_GONE, SOME_FAILED
 from tests.child import Child, nothing
 from tests.jobs import row_numbers, write_input
+
+ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -32,3 +36,19 @@ def test_a_standard_error_that_takes_nothing_ends_no_run(
     args = ["run", "in.jsonl", "-m", tiny_model, "-o", "out", "--threads", 1, "--max-tokens", 2, "--progress", mode]
     assert Child(*args, err=err, prepare=prepare).wait() == SOME_FAILED
     assert row_numbers() == list(range(20))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["check", "in.jsonl"], ["--version"]])
+def test_a_command_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(
+    tiny_model: Path, arguments: list[str]
+) -> None:
+    write_input(50)
+    model = ["-m", str(tiny_model)] if "check" in arguments else []
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cbatch", *arguments, *model]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (READER_GONE, "")
