@@ -203,6 +203,8 @@ def _read_config(context: typer.Context, path: Path | None) -> None:
 def _checked_alone(name: str, value: Any) -> Any:
     """The value of a setting in a file, as its class takes it: no conversion, so that true is no number."""
     kind = next(kind for _, kind in _PANELS.values() if name in declared(kind))
+    if type(value) is int and declared(kind)[name][1] in (str, Optional[str]):  # noqa: UP045
+        value = str(value)  # a text that may be a number, as of --max-failures
     return getattr(kind(**{name: value}), name)
 
 

@@ -11,6 +11,7 @@ from cbatch.errors import SettingError, UsageError
 from cbatch.settings import Settings, by_field, field_names, option
 
 SCHEDULES = ("static", "dynamic")  # baselines
+MAX_FAILURES = r"(\d{1,18})|(\d{1,3}(?:\.\d{1,9})?)%|none"  # N, or X%
 PEERS = ("transformers", "vllm", "openvino")
 
 
@@ -214,7 +215,7 @@ class OutputConfig(Settings):
 
 @dataclass(frozen=True)
 class TaskConfig(Settings):
-    """This process as one task of several (a rank), and the time it has."""
+    """This process as one task of several (a rank), the time it has, and the failures that end it."""
 
     shard: str | None = option(
         None,
@@ -227,6 +228,18 @@ class TaskConfig(Settings):
         "job's end)",
     )
     grace: float = option(0.0, "Seconds for which running rows may go on after a signal.", at_least=0)
+    max_failures: str | None = option(
+        None,
+        "End the run when more rows than this have failed: 100, or 5% of those done (looked at from the 100th on), or none. "
+        "(default: when the model gives no numbers for the first 100)",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_failures is not None and not re.fullmatch(MAX_FAILURES, self.max_failures):
+            raise SettingError(
+                "max_failures", f"must be a number, a share such as 5%, or none, not {self.max_failures!r:.80}"
+            )
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from cbatch.config import RunConfig
 from cbatch.deadline import Deadline
 from cbatch.ending import Ending
 from cbatch.errors import READER_GONE, Fatal, UsageError
+from cbatch.failures import FailureLimit
 from cbatch.opening import first_line
 from cbatch.output.index import Done
 from cbatch.output.sink import Sink, make_sink
@@ -70,6 +71,7 @@ class Job:
 
     def __init__(self, config: RunConfig, stats: RunStats, progress: Progress, deadline: Deadline) -> None:
         self.config, self.stats, self.progress, self.deadline = config, stats, progress, deadline
+        self._failures = FailureLimit(config.task.max_failures)
         self.rank = find_rank(config.task.shard, os.environ)
         self.target = Target(config.output, config.engine.model, plan.columns_on_request(config))
         self.ending = Ending(stats, progress, deadline, self.target, self.rank)
@@ -198,6 +200,7 @@ class Job:
         self.stats.finished(completion)
         if completion.error and self.stats.num_rows_failed <= _SHOWN_ERRORS:
             self.progress.note(f"{completion.error.kind}: {completion.error}")
+        self._failures.check(self.stats, completion.error)
 
 
 def fatal(error: Fatal) -> int:

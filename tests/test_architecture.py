@@ -27,11 +27,13 @@ MAY_IMPORT = {
     "cbatch.isolation": set(),
     "cbatch.machine": {"cbatch.errors"},
     "cbatch.deadline": set(),
+    "cbatch.failures": {"cbatch.watch.stats"},
     "cbatch.streams": set(),
     "cbatch.plan": {"cbatch.rows", "cbatch.output", "cbatch.engine.plan", "cbatch.model.loader"},
     "cbatch.run": {
         "cbatch.deadline",
         "cbatch.ending",
+        "cbatch.failures",
         "cbatch.opening",
         "cbatch.streams",
         "cbatch.plan",

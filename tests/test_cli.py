@@ -246,9 +246,10 @@ def test_a_file_may_use_all_names_of_a_setting(parsed: Callable[..., RunConfig],
 def test_a_file_may_begin_with_a_byte_order_mark_and_give_one_text_for_a_list(
     parsed: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
-    (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfinputs = "a.jsonl"\nstop = "ab"\n')
+    (tmp_path / "job.toml").write_bytes(b'\xef\xbb\xbfinputs = "a.jsonl"\nstop = "ab"\nmax-failures = 7\n')
     config = parsed("--config", tmp_path / "job.toml")
     assert (config.input.inputs, config.sampling.stop) == (("a.jsonl",), ("ab",))
+    assert config.task.max_failures == "7"
 
 
 def test_what_was_given_is_known_also_where_it_equals_the_default(
@@ -297,7 +298,9 @@ def test_one_file_of_settings_serves_all_commands(call: Call, tmp_path: Path, ti
         ("max-tokens = {a = 1}", "job.toml: max_tokens must be a whole number"),
         ('max-tokens = "64"', "job.toml: max_tokens must be a whole number"),
         ("temperature = false", "job.toml: temperature must be a number"),
-        ("data-parallel-size = 2", "job.toml: data_parallel_size must be a text"),
+        ("data-parallel-size = 0", "job.toml: data_parallel_size must be a number, at least 1"),
+        ("data-parallel-size = true", "job.toml: data_parallel_size must be a text"),
+        ("max-failures = 1.5", "job.toml: max_failures must be a text"),
         ("ignore-eos = 1", "job.toml: ignore_eos must be true or false"),
         ("kv-cache-memory = true", "job.toml: kv_cache_memory must be a number"),
         ("inputs = 7", "job.toml: inputs must be a text"),

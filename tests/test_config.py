@@ -81,6 +81,7 @@ def test_a_setting_has_one_field_and_may_have_other_names() -> None:
         (PromptConfig, "truncate", ["middle", True]),
         (PromptConfig, "template", ["", 1]),
         (PromptConfig, "system", ["\ud800", 1]),
+        (TaskConfig, "max_failures", ["", "-1", "5 %", "1e2", "1.5", "%", "None", "9" * 19, 5]),
         (TaskConfig, "grace", [-0.1, math.inf]),
     ],
 )
