@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from cbatch.engine.detokenizer import StopFinder
+from cbatch.engine.detokenizer import CompletionText, StopFinder
 from tests.drive import make_engine, make_request, run
 from tests.tiny import make_config, make_model, make_tokenizer
 
@@ -47,7 +47,7 @@ def byte_ids(text: str) -> list[int]:
 
 def stopped_at(ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0) -> tuple[int | None, str | None]:
     """How many tokens were taken until a stop was found, and the text before it."""
-    finder, taken = StopFinder(decode, stop, min_tokens), []
+    finder, taken = StopFinder(CompletionText(decode), stop, min_tokens), []
     for token in ids:
         taken.append(token)
         if finder.add(token):
@@ -141,7 +141,7 @@ def spaced_decode(ids: Sequence[int]) -> str:
 )
 def test_a_tokenizer_that_strips_the_first_space_of_a_text(ids: list[int], stop: list[str]) -> None:
     """Words begin with a space that is dropped at the beginning; unknown characters are spelled in bytes."""
-    finder = StopFinder(spaced_decode, stop)
+    finder = StopFinder(CompletionText(spaced_decode), stop)
     taken = []
     for token in ids:
         taken.append(token)
@@ -153,6 +153,66 @@ def test_a_tokenizer_that_strips_the_first_space_of_a_text(ids: list[int], stop:
     complete = [n for n in range(1, len(ids) + 1) if any(ending in spaced_decode(ids[:n]) for ending in stop)]
     if complete:
         assert len(taken) <= complete[0] + 3
+
+
+SPACED_PROMPTS: tuple[list[str], ...] = (
+    [],
+    ["a"],
+    ["<0xC3>"],
+    ["\u2581a", "b", "<0x0A>"],
+    ["\u2581"],
+    ["\u2581b"] * 12,
+)
+
+
+def spaced_ids(words: Sequence[str]) -> list[int]:
+    return [SPACED.get_vocab()[word] for word in words]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    prompt=st.sampled_from(SPACED_PROMPTS),
+    ids=st.lists(st.integers(1, SPACED.get_vocab_size() - 1), max_size=20),
+    stop=st.lists(st.sampled_from(["a", " b", "b ", " ", "  ", "\u00e9", "\n"]), max_size=2),
+)
+@example(prompt=["a"], ids=spaced_ids(["\u2581a", "b"]), stop=[" a"])
+def test_a_completions_text_is_what_it_adds_to_the_prompts(prompt: list[str], ids: list[int], stop: list[str]) -> None:
+    before = spaced_ids(prompt)
+    text_of = CompletionText(spaced_decode, before)
+    finder, taken = StopFinder(text_of, stop) if stop else None, []
+    for token in ids:
+        taken.append(token)
+        if finder and finder.add(token):
+            break
+    whole = text_of(taken)
+    if "\ufffd" not in spaced_decode(before) + whole:  # bytes that are no character change those before them
+        assert spaced_decode(before) + whole == spaced_decode(before + taken)
+    assert whole in (spaced_decode(taken), " " + spaced_decode(taken))
+    places = [place for place in map(whole.find, stop) if place >= 0]
+    cut = finder.cut(whole) if finder else None
+    assert cut == (whole[: min(places)] if places else None)
+    if cut is not None:
+        kept = list(text_of.fewest(taken, cut))
+        assert text_of(kept).startswith(cut)
+        assert not any(text_of(taken[:n]).startswith(cut) for n in range(len(kept)))
+
+
+def test_a_prompts_last_space_is_not_lost_nor_doubled() -> None:
+    a, space_b = spaced_ids(["\u2581a"]), spaced_ids(["\u2581b", "\u2581a"])
+    assert CompletionText(spaced_decode, a)(space_b) == " b a"
+    assert CompletionText(spaced_decode)(space_b) == "b a"
+    assert CompletionText(spaced_decode, a)([]) == ""
+    half = spaced_ids(["a", "<0xC3>"])
+    assert CompletionText(spaced_decode, half)(space_b) == " b a"
+    assert CompletionText(spaced_decode, half)(spaced_ids(["<0xA9>", "b"])) == spaced_decode(
+        spaced_ids(["<0xA9>", "b"])
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 299), max_size=12), st.lists(st.integers(0, 299), max_size=12))
+def test_the_prompt_changes_nothing_where_bytes_are_decoded(prompt: list[int], ids: list[int]) -> None:
+    assert CompletionText(decode, prompt)(ids) == decode(ids)
 
 
 class CountingDecode:
@@ -169,7 +229,7 @@ class CountingDecode:
 @pytest.mark.parametrize("num_tokens", [2_000, 20_000])
 def test_the_number_of_decoded_tokens_is_linear(text: str, num_tokens: int) -> None:
     counting = CountingDecode(text)
-    finder = StopFinder(counting, ["never"])
+    finder = StopFinder(CompletionText(counting), ["never"])
     assert not any(finder.add(1) for _ in range(num_tokens))
     assert counting.tokens <= 12 * num_tokens
     assert counting.calls <= 2 * num_tokens
@@ -183,3 +243,21 @@ def test_a_completion_cut_inside_a_character_is_one_decode_of_its_tokens(max_tok
         for completion in run(make_engine(model, decode=decode), requests):
             assert completion.text == decode(completion.token_ids)
             assert completion.finish_reason == "length"
+
+
+def test_the_tokens_of_a_completion_are_the_fewest_that_hold_its_text() -> None:
+    model = make_model(make_config(), "cbatch", seed=3)
+    plain = [make_request(n, [n + 3, 4, 5], max_tokens=20) for n in range(8)]
+    num_cut = 0
+    for free in run(make_engine(model, decode=decode), plain):
+        whole = free.text or ""
+        for stop in {whole[5:7], whole[:1], whole[9:10]} - {""}:
+            request = make_request(0, [free.row.index + 3, 4, 5], max_tokens=20, stop=[stop])
+            [cut] = run(make_engine(model, decode=decode), [request])
+            before = whole.split(stop)[0]
+            assert cut.text == before
+            assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+            assert decode(cut.token_ids).startswith(before)
+            assert not cut.token_ids or not decode(cut.token_ids[:-1]).startswith(before)
+            num_cut += len(cut.token_ids) < len(free.token_ids)
+    assert num_cut > 8

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 from cbatch.config import SamplingParams
 from cbatch.engine.backlog import Backlog
-from cbatch.engine.detokenizer import Decode, StopFinder
+from cbatch.engine.detokenizer import CompletionText, Decode, StopFinder
 from cbatch.engine.pack import pack, pack_sampling
 from cbatch.engine.protocol import Facts, Requests, Until
 from cbatch.engine.scheduler import Schedule, Scheduler
@@ -142,8 +142,8 @@ class Engine:
         if num_prompt_tokens >= self.capacity:
             raise RowError("kv_cache_too_small", f"the prompt has {num_prompt_tokens} tokens; {self._room()}")
         max_len = min(request.longest(self.max_model_len), self.capacity)
-        stop, min_tokens = request.params.stop, request.params.min_tokens
-        stop_finder = StopFinder(self.decode, stop, min_tokens) if stop else None
+        stop, text_of = request.params.stop, CompletionText(self.decode, request.token_ids)
+        stop_finder = StopFinder(text_of, stop, request.params.min_tokens) if stop else None
         return Sequence(request, max_len, stop_finder, added_at=time.perf_counter())
 
     def _collect(self) -> list[Completion]:
@@ -209,10 +209,11 @@ class Engine:
         return self._completion(seq, finish_reason, error)
 
     def _completion(self, seq: Sequence, finish_reason: str, error: RowError | None) -> Completion:
-        token_ids = seq.completion_ids
-        text = None if error else self.decode(token_ids)
+        token_ids, text_of = seq.completion_ids, CompletionText(self.decode, seq.request.token_ids)
+        text = None if error else text_of(token_ids)
         if text is not None and seq.stop_finder and (shorter := seq.stop_finder.cut(text)) is not None:
             text, finish_reason = shorter, "stop"
+            token_ids = text_of.fewest(token_ids, text)
         output = Output(text, tuple(token_ids), finish_reason, error)
         return Completion.of(seq.request, output, num_cached_tokens=seq.num_cached_tokens or 0)
 

@@ -52,7 +52,7 @@ class Output:
     """A generated text. One that failed has an `error`, no text, and the tokens it got before."""
 
     text: str | None = None
-    token_ids: tuple[int, ...] = ()  # without the end-of-sequence token
+    token_ids: tuple[int, ...] = ()  # without the token, or those of the stop text, that ended it
     finish_reason: str = "error"  # or stop, or length
     error: RowError | None = None
 
