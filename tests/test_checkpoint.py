@@ -490,6 +490,8 @@ def test_a_model_with_the_same_weights_under_another_prefix_is_taken() -> None:
         ("config.json", {"eos_token_id": "</s>"}),
         ("config.json", {"eos_token_id": [[2]]}),
         ("config.json", {"rope_scaling": 5}),
+        ("config.json", {"num_experts": {"a": 1}}),
+        ("config.json", {"original_max_position_embeddings": "x"}),
         ("config.json", {"model_type": ["llama"]}),
         ("config.json", {"dtype": "of_tomorrow"}),
         ("config.json", {"dtype": "float8_e4m3fn"}),

@@ -38,7 +38,8 @@ class Estimate:
         """Work space of a step: logits, also as float32, and the widest activations of a layer."""
         text, plan = self._text, self._plan
         logits = plan.max_num_seqs * text.vocab_size * (self._itemsize + 4)
-        width = 2 * text.hidden_size + 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        width = 2 * text.hidden_size + 3 * (max(inner) if isinstance(inner, list) else inner)  # a list has one a layer
         return int(logits + plan.max_num_batched_tokens * width * self._itemsize)
 
     @property

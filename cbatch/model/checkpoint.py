@@ -23,6 +23,18 @@ _QUANTIZED = ("quantization_config", "compression_config", "quantization")  # ke
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")  # modelopt, GPTQ, AWQ
 _SCHEME = ("quant_method", "quant_algo", "quant_type")
 _DTYPES = ("None", "float64", "float32", "float16", "bfloat16")  # that weights are plain numbers of
+_SIZES = (  # that cbatch itself calculates with
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "head_dim",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+    *("num_experts_per_tok", "num_experts", "num_local_experts"),
+)
 _MOST_LAYERS = 2_000  # of a model that is believed
 # Settings that change a model's arithmetic where its type knows them. One that it does not know would be passed over.
 _ARITHMETIC = re.compile(
@@ -109,6 +121,10 @@ def believe(config: Any) -> None:
     vocab_size = config.get_text_config().vocab_size
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ValueError(f"vocab_size is {vocab_size!r:.80}")
+    for key in _SIZES:
+        value = getattr(config.get_text_config(), key, None)
+        if not all(type(number) in (int, type(None)) for number in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{key} is {value!r:.80}")
     for part in (config, config.get_text_config()):
         if str(getattr(part, "dtype", None)).removeprefix("torch.") not in _DTYPES:
             raise ValueError(f"dtype is {part.dtype!s:.80}")
