@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cbatch.errors import OK, SOME_FAILED, UsageError
+from cbatch.rows.inputs import resolve
+from cbatch.rows.reader import read
 from tests.conftest import Cbatch
 from tests.jobs import run_job
 from tests.tiny import TEMPLATE, generate, make_config, make_model, make_tokenizer, save_model
@@ -568,3 +571,40 @@ def test_text_stored_as_bytes_is_text_in_prompts_and_base64_only_in_records(
         for record in sorted(strict_lines(tmp_path / "joined.jsonl"), key=lambda record: record["row"])
     ]
     assert kinds[:3] == [None, None, "template_error"]
+
+
+def test_damaged_parquet_gives_rows_or_one_line_and_never_anything_else(tmp_path: Path) -> None:
+    path, draw = tmp_path / "in.parquet", random.Random(7)
+    columns = {
+        "prompt": ["the rain", "x"] * 50,
+        "nested": [[{"a": 1}]] * 100,
+        "at": pa.array([1] * 100, pa.timestamp("ns", "UTC")),
+    }
+    pq.write_table(pa.table(columns), path)
+    whole, found, refusals = path.read_bytes(), [], []
+    for number in range(200):
+        content = bytearray(
+            whole.replace(b"element", b"el\xefment")
+            if number == 0
+            else whole[: draw.choice([None, None, draw.randrange(len(whole))])]
+        )
+        for _ in range(draw.choice([0, 1, 5, 30]) if content else 0):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+        try:
+            found += list(read(resolve([str(path)])))
+        except UsageError as error:
+            refusals.append(str(error))
+    assert all(row.problem or row.data for row in found)
+    assert all(refusal.startswith(f"{path}: ") and len(refusal.splitlines()) == 1 for refusal in refusals)
+    assert min(len(found), len(refusals)) > 50
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_page_of_parquet_whose_checksum_is_wrong_is_not_taken_for_rows(tmp_path: Path, verified: bool) -> None:
+    path = tmp_path / "in.parquet"
+    table = pa.table({"prompt": [f"the rain {number:04}" for number in range(100)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=verified)
+    path.write_bytes(path.read_bytes().replace(b"the rain 0050", b"the pain 0050"))
+    rows = list(read(resolve([str(path)])))
+    assert (rows[-1].problem is not None) == verified

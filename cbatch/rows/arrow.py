@@ -17,7 +17,7 @@ def parquet_rows(path: str) -> Iterator[Parsed]:
     """The rows of a Parquet file."""
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
+    file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
     for batch in file.iter_batches(batch_size=_BATCH_ROWS):
         yield from rows_of_batch(batch)
 
@@ -37,14 +37,6 @@ def dataset_rows(dataset: Any, streamed: bool) -> Iterator[Parsed]:
         return
     for batch in dataset.with_format("arrow").iter(_BATCH_ROWS):  # as stored, whatever format was saved with it
         yield from rows_of_batch(batch)
-
-
-def arrow_error() -> type[Exception]:
-    """The base class of Arrow's exceptions, imported only when it is needed."""
-    import pyarrow as pa
-
-    error: type[Exception] = pa.ArrowException
-    return error
 
 
 def rows_of_batch(batch: Any) -> Iterator[Parsed]:
