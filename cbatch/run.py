@@ -82,7 +82,8 @@ class Job:
             return self._run(stdout)
         except OSError as error:
             place = error.filename or self.target
-            safe = "" if self.target.is_stream else " What was finished is safe; mend this and run it again."
+            is_there = not self.target.is_stream and self.target.state.exists()
+            safe = " What was finished is safe; mend this and run it again." if is_there else ""
             raise Fatal(f"{place}: {error.strerror or error}.{safe}") from None
 
     def _run(self, stdout: BinaryIO | None) -> int:

@@ -434,3 +434,12 @@ def test_a_seed_of_a_row_decides_its_random_key_alone() -> None:
     keys = {seed: build(row(0, prompt="p", params={"seed": seed})).random_key for seed in (0, 1, -1, 2**70)}
     assert len(set(keys.values())) == 4
     assert build(row(5, id="x", prompt="q", params={"seed": 1})).random_key == keys[1]
+
+
+def test_a_stop_text_that_is_a_special_token_stops_as_that_token() -> None:
+    build = builder(None, sampling=SamplingParams(seed=7, stop=("<|im_start|>", "x"), stop_token_ids=(9,)))
+    assert build(row(prompt="a")).params.stop_token_ids == (9, 1)
+    assert build(row(prompt="a")).params.stop == ("<|im_start|>", "x")
+    own = build(row(prompt="a", params={"stop": ["<|endoftext|>"], "ignore_eos": True}))
+    assert own.params.stop_token_ids == (9, 0)
+    assert build(row(prompt="a", params={"stop": "the"})).params.stop_token_ids == (9,)

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,3 +145,27 @@ def test_shards_get_the_records_with_their_digests(tmp_path: Path) -> None:
     assert (done.num_rows, done.num_failed) == (3, 1)
     assert [done.digest(0, number) for number in range(4)] == [5, 5, 5, 0]
     second.close()
+
+
+@pytest.mark.parametrize("lost", ["out", "out/.cbatch", "out/.cbatch/part-00000.jsonl"])
+@pytest.mark.parametrize("is_back", [False, True])
+def test_an_output_that_is_gone_ends_the_job_within_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, is_back: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cbatch.output.writer._SYNC_SECONDS", 0.01)
+    sink = make_sink(Target(OutputConfig(output="out")), [Source("in.jsonl", "jsonl")], WHOLE, None, lambda _: None)
+    sink.open({})
+    writer = Writer(sink)
+    writer.put(completion(0))
+    writer.flush()
+    Path(lost).rename("elsewhere")
+    if is_back:
+        shutil.copytree("elsewhere", lost) if Path("elsewhere").is_dir() else shutil.copy("elsewhere", lost)
+    writer._thread.join(10)
+    with pytest.raises(Fatal, match=r"part-00000.jsonl: was removed, moved or replaced while the job ran"):
+        writer.put(completion(1))
+    with pytest.raises(Fatal):
+        writer.close()
+    with pytest.raises(Fatal):
+        sink.close()

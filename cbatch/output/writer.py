@@ -61,7 +61,7 @@ class Writer:
                 if batch:
                     self.sink.write(batch)
                     num_loose += len(batch)
-                if num_loose and (ended or time.monotonic() - last_sync >= _SYNC_SECONDS):
+                if (ended and num_loose) or time.monotonic() - last_sync >= _SYNC_SECONDS:
                     self.sink.sync()
                     for _ in range(num_loose):
                         self._queue.task_done()

@@ -45,6 +45,7 @@ class PromptBuilder:
             raise UsageError("--chat: this model has no chat template; use --raw")
         self.chat = self._conversations.has_template if config.chat is None else config.chat
         self._template = compiled_template(config.template) if config.template else None
+        self._special_tokens = _special_tokens(tokenizer)
         self._identities = Identities()
 
     def __call__(self, row: Row) -> Request:
@@ -77,7 +78,7 @@ class PromptBuilder:
 
     def _request(self, row: Row, identity: str) -> Request:
         prompt, overrides = self._prompt_and_params(row)
-        params = self._params(overrides)
+        params = self._with_special_stops(self._params(overrides))
         chat = isinstance(prompt, list) and not is_token_ids(prompt)
         spells_special = self._encoder.special.are_in(prompt)
         hides = spells_special and self._hides(chat)
@@ -147,6 +148,11 @@ class PromptBuilder:
         except ValueError as error:
             raise RowError("invalid_params", str(error)) from None
 
+    def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the tokens of stop texts that are special tokens, which never show up in the text of a completion."""
+        found = [self._special_tokens[text] for text in params.stop if text in self._special_tokens]
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *found)) if found else params
+
     def _random_key(self, identity: str, overrides: Any) -> int:
         """64 bits that a row's random numbers are drawn with: from its own seed, else the job's and its identity."""
         own_seed = overrides.get("seed") if isinstance(overrides, dict) else None
@@ -156,3 +162,9 @@ class PromptBuilder:
 
 def _column_names(data: dict[str, Any]) -> str:
     return ", ".join(repr(name) for name in data) or "none"
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens, by their texts."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): token_id for token_id, token in added.items() if getattr(token, "special", False)}
