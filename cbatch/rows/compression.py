@@ -82,7 +82,7 @@ def _gunzip(file: io.BufferedReader) -> Iterator[bytes]:
 def _salvaged(decoder: Any, data: bytes) -> Iterator[bytes]:
     """What a decoder makes of data with a fault in it: in ever smaller pieces, then byte by byte."""
     size = len(data)
-    while size:
+    while size and data:
         before = decoder.copy()
         try:
             yield decoder.decompress(data[:size])
