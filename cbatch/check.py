@@ -124,6 +124,7 @@ def _memory_line(found: Found, max_tokens: int, engine: EnginePlan, files: Model
     num_fit, block_bytes = estimate.num_blocks, estimate.bytes_per_token * engine.block_size
     mean = sum(length * count for length, count in found.lengths.items()) / found.lengths.total() + max_tokens
     blocks = -(-round(mean) // engine.block_size)
+    num_rows = min(num_fit // blocks, engine.max_num_seqs * len(engine.places))
     basis = ""
     if engine.kv_cache_memory is None and estimate.weights:
         basis = f" beside weights of {estimate.weights / 1024**3:.2f} GiB, by an estimate from the model's files"
@@ -133,5 +134,5 @@ def _memory_line(found: Found, max_tokens: int, engine: EnginePlan, files: Model
         f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens "
         f"({blocks * block_bytes / 1024**2:.1f} MiB) "
         f"on average with {max_tokens:,} new tokens, {-(-found.longest // engine.block_size):,} at most; "
-        f"about {num_fit:,} blocks fit here{basis}, {num_fit // blocks:,} rows at once"
+        f"about {num_fit:,} blocks fit here{basis}, {num_rows:,} rows at once"
     )

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 from cbatch.config import EngineConfig
@@ -131,3 +132,20 @@ def test_every_family_has_a_cost(name: str) -> None:
     assert 2 * 2 * QKVO / 2 < cost.flops_per_token < 2 * 2 * (4 * MLP + 2 * QKVO)
     assert cost.flops_per_sampled == 2 * HIDDEN * VOCAB_SIZE
     assert cost.flops_per_attended > 0
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_weights_of_a_step_are_counted_as_they_are_packed(tiny_model: Path, quantization: str | None) -> None:
+    if not ops.choose(torch.device("cpu")).has_kernels:
+        pytest.skip("no C compiler")
+    config = EngineConfig(kv_cache_memory=0.01, threads=1, dtype="float32", quantization=quantization)
+    stats, files = RunStats(), locate(str(tiny_model))
+    plan = resolve(config, find_places(config), files, 64)
+    start_engine(plan, plan.places[0], files, stats)
+    matrices = ((32 + 2 * 16, 32), (32, 32), (2 * 48, 32), (32, 48))  # q, k and v; o; gate and up; down
+    head = 4 * HIDDEN * VOCAB_SIZE
+    if quantization:  # one byte each, and of each output a scale and an offset of 4 bytes
+        assert stats.cost.weight_bytes == head + 2 * sum(n * k + 8 * n for n, k in matrices)
+    else:
+        assert stats.cost.weight_bytes == head + 4 * 2 * sum(n * k for n, k in matrices)
+    assert stats.cost.flops_per_token == 2 * 2 * (MLP + QKVO)

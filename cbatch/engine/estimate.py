@@ -22,7 +22,14 @@ class Estimate:
     def __init__(self, files: ModelFiles, plan: EnginePlan) -> None:
         self._text, self._plan = files.config.get_text_config(), plan
         self._itemsize: int = getattr(torch, plan.dtype).itemsize
-        self.weights = num_weights(files.path) * (1 if plan.quantization == "int8" else self._itemsize)
+        num, in_layers = num_weights(files.path), 1 if plan.quantization == "int8" else self._itemsize
+        outside = min(num, self._text.vocab_size * self._text.hidden_size * (1 if self._is_tied else 2))
+        self.weights = outside * self._itemsize + (num - outside) * in_layers  # only those of layers are quantized
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether the LM head is the embedding."""
+        return bool(getattr(self._text, "tie_word_embeddings", False))
 
     @property
     def bytes_per_token(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from cbatch.errors import UsageError
 from cbatch.kernels.attention import AttentionSpec
 from cbatch.model import ops
 from cbatch.model.attention import Probe, attention_specs
-from cbatch.model.fused import is_quantized
+from cbatch.model.fused import Linear, is_quantized
 from cbatch.model.kv_cache import KVCache, check_heads
 from cbatch.model.ops import Backend
 from cbatch.model.runner import Runner
@@ -40,6 +41,7 @@ def start_engine(plan: EnginePlan, place: Place, files: ModelFiles, stats: Engin
     bytes_per_token = sum(spec.bytes_per_token(kv_dtype) for spec in specs.values())
     stats.cost = model_cost(model, bytes_per_token)
     _substitute(plan, model, specs, backend)
+    stats.cost = replace(stats.cost, weight_bytes=weight_bytes(model))
     num_blocks = _count_blocks(plan, place, model, bytes_per_token)
     pool = BlockPool(num_blocks, plan.block_size, plan.enable_prefix_caching)
     scheduler = make_scheduler(plan.scheduling, pool, plan.max_num_batched_tokens, plan.max_num_seqs)
@@ -129,6 +131,16 @@ def largest_step(model: Any, plan: EnginePlan) -> int:
     return peak
 
 
+def weight_bytes(model: Any) -> int:
+    """Bytes of all matrices that a step reads, as they lie in memory: packed or not, in 8 bits or not."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    packed: int = sum(module.packed_bytes for module in model.modules() if isinstance(module, Linear))
+    plain: dict[int, int] = {id(w): w.nbytes for w in model.parameters() if w.dim() > 1 and w is not embedding}
+    if isinstance(head.weight, torch.Tensor):  # it may be the embedding, too
+        plain[id(head.weight)] = head.weight.nbytes
+    return packed + sum(plain.values())
+
+
 def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
     """What a forward pass costs, counted from the weights. Of the experts of a layer only those a token uses count."""
     text = model.config.get_text_config()
@@ -141,7 +153,7 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
     active = sum(w.numel() * (share if ".experts." in name else 1) for name, w in weights)
     width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     return ModelCost(
-        weight_bytes=sum(w.nbytes for _, w in weights) + head.nbytes,
+        weight_bytes=weight_bytes(model),
         flops_per_token=int(2 * active),
         flops_per_sampled=2 * head.numel(),
         flops_per_attended=4 * width * text.num_hidden_layers,

@@ -42,6 +42,12 @@ class Linear(nn.Module):
             backend.pack(weight, bias, gate, int8) if self.is_packed else nn.Parameter(weight, requires_grad=False)
         )
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed weights with their scales; 0 if they are not packed."""
+        parts = (self.weight.panels, self.weight.scales, self.weight.offset) if self.is_packed else ()
+        return sum(part.nbytes for part in parts if part is not None)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.backend.linear(x, self.weight, self.bias, self.gate)
 
