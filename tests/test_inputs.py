@@ -155,6 +155,32 @@ def test_the_same_file_twice_is_refused(tmp_path: Path, again: str) -> None:
         resolve([str(path), str(tmp_path / again)])
 
 
+def test_two_names_of_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").hardlink_to(file_at(tmp_path / "a.jsonl"))
+    with pytest.raises(UsageError, match=r"b\.jsonl: named twice as an input, perhaps by another name"):
+        resolve([str(tmp_path)])
+
+
+def test_what_can_not_be_read_as_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    file_at(tmp_path / "table.jsonl", b"prompt,id\nhello,1\nbye,2\n")
+    for name, problem in (
+        ("gone.jsonl", "is a link to nowhere, which can't be found"),
+        ("loop.jsonl", "is a link to loop.jsonl, which can't be found"),
+        ("pipe.jsonl", "is no regular file"),
+        ("table.jsonl", "is not JSONL"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            resolve([str(tmp_path / name)])
+
+
+def test_a_folder_with_the_name_of_a_file_is_a_folder(tmp_path: Path) -> None:
+    file_at(tmp_path / "x.jsonl/in.jsonl")
+    assert names_of(tmp_path / "x.jsonl") == ["in.jsonl"]
+
+
 def test_standard_input_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="named twice"):
         resolve(["-", "-"])

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from cbatch.errors import UsageError, first_line
 from cbatch.rows.lines import COMPRESSED_SUFFIXES, open_lines
 from cbatch.rows.reader import SUFFIXES, Source
+from cbatch.rows.signature import HEAD, holds_no_object
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)")  # at the start of a name: what it names is not a local file
 
@@ -35,11 +36,13 @@ def resolve(
         except OSError as error:
             place = f"{name:.200}" if error.filename in (None, name) else f"{name:.200}: {error.filename}"
             raise UsageError(f"{place}: can't be opened: {error.strerror or first_line(error)}") from None
-    seen: set[str] = set()
+    seen: set[object] = set()
     for source in sources:
-        key = source.name if source.kind == "dataset" or source.name == "-" else str(Path(source.name).resolve())
+        is_file = source.kind != "dataset" and source.name != "-"
+        status = Path(source.name).stat() if is_file else None
+        key = (status.st_dev, status.st_ino) if status else source.name
         if key in seen:
-            raise UsageError(f"{source.name}: named twice as an input")
+            raise UsageError(f"{source.name}: named twice as an input, perhaps by another name")
         seen.add(key)
     return sources
 
@@ -57,7 +60,18 @@ def _sources(name: str, is_output: Callable[[Path], bool], note: Told) -> list[S
         return [_saved_dataset(name, path, query)]
     if Path(name).is_file():
         return [_named_file(name, is_output)]
+    _check_is_folder_or_pattern(Path(name))
     return _files(name, is_output, note)
+
+
+def _check_is_folder_or_pattern(path: Path) -> None:
+    """UsageError if a path that is no regular file is no folder either, but something that can't be read."""
+    if path.is_dir():
+        return
+    if path.is_symlink() and not path.exists():
+        raise UsageError(f"{path}: is a link to {path.readlink()}, which can't be found")
+    if path.exists():
+        raise UsageError(f"{path}: is no regular file; if it can be read once, give it as standard input: - < {path}")
 
 
 def _files(name: str, is_output: Callable[[Path], bool], note: Told) -> list[Source]:
@@ -141,8 +155,11 @@ def _file(path: Path) -> Source:
         raise UsageError(f"{path}: unknown kind of file; cbatch reads {', '.join(SUFFIXES)}{hint}")
     kind = _kind(path)
     try:
-        with open_lines(str(path), kind):
-            pass
+        with open_lines(str(path), kind) as content:
+            if kind == "jsonl" and holds_no_object(content.peek(HEAD)[:HEAD]):
+                raise UsageError(
+                    f"{path}: is not JSONL: its first lines are no objects; cbatch reads one object a line"
+                )
         if kind == "parquet":
             _check_columns(path)
     except UsageError:

@@ -82,6 +82,11 @@ def _one_value(head: bytes) -> str | None:
     return "is one JSON array, but cbatch reads one object a line: use jq -c '.[]' FILE" if is_array else None
 
 
+def holds_no_object(head: bytes) -> bool:
+    """Whether these are several lines without a single object among them, such as CSV under another name."""
+    return b"{" not in head and sum(bool(line.strip()) for line in head.split(b"\n")) > 1
+
+
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
