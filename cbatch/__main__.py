@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from cbatch.isolation import isolate
+
+TYPE_CHECKING = False  # typing's own is not imported before `isolate`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def run() -> None:
