@@ -18,13 +18,16 @@ from cbatch.rows.inputs import resolve
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.reader import read
 from cbatch.rows.request import Row
+from cbatch.watch.report import duration
 
 if TYPE_CHECKING:
+    from cbatch.engine.estimate import Estimate
     from cbatch.engine.plan import EnginePlan
     from cbatch.model.loader import ModelFiles
 
 _SHOWN = 20  # bad rows
 _BAR = 40  # characters
+_SHORT, _SLOW = 1 / 4, 3  # the range of an estimated time: completions of this share of the most, and slower by this
 
 
 def check(config: RunConfig) -> int:
@@ -58,6 +61,7 @@ class Found:
 
     lengths: Counter[int] = field(default_factory=Counter)  # of the prompts of good rows, in tokens
     longest: int = 0  # tokens that a good row may come to
+    num_new: int = 0  # tokens that the completions of good rows may come to
     first: Row | None = None  # good row
     errors: Counter[str] = field(default_factory=Counter)  # bad rows by the kind of their error
     remarks: Counter[str] = field(default_factory=Counter)  # good rows by what is worth knowing about them
@@ -79,7 +83,9 @@ def _read_all(rows: Iterable[Row], shape: RecordShape, builder: PromptBuilder) -
         found.first = found.first or row
         found.lengths[len(request.token_ids)] += 1
         found.remarks.update(request.remarks)
-        found.longest = max(found.longest, request.longest(builder.max_model_len))
+        longest = request.longest(builder.max_model_len)
+        found.longest = max(found.longest, longest)
+        found.num_new += longest - len(request.token_ids)
     return found
 
 
@@ -93,7 +99,7 @@ def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: Mod
     if found.remarks:
         yield f"Of these    {remarks.summary(found.remarks)}"
     yield from _prompt_lines(found.lengths)
-    yield _memory_line(found, builder.sampling.max_tokens, engine, files)
+    yield from _engine_lines(found, builder.sampling.max_tokens, engine, files)
     yield f"Last tokens {builder.last_tokens(found.first)} (of the first prompt)"
     yield f"First prompt ({found.first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:"
     yield builder.render(found.first)
@@ -116,8 +122,8 @@ def _prompt_lines(lengths: Counter[int]) -> Iterator[str]:
         yield f"  {span:>17} {'#' * -(-buckets[bits] * _BAR // most):<{_BAR}} {buckets[bits]:,}"
 
 
-def _memory_line(found: Found, max_tokens: int, engine: EnginePlan, files: ModelFiles) -> str:
-    """How many blocks the rows need and how many fit, in all replicas together: an estimate, as no weight is loaded."""
+def _engine_lines(found: Found, max_tokens: int, engine: EnginePlan, files: ModelFiles) -> Iterator[str]:
+    """How many blocks the rows need and how many fit, in all replicas together, and the time: estimates without weights."""
     from cbatch.engine.estimate import Estimate
 
     estimate = Estimate(files, engine)
@@ -130,9 +136,25 @@ def _memory_line(found: Found, max_tokens: int, engine: EnginePlan, files: Model
         basis = f" beside weights of {estimate.weights / 1024**3:.2f} GiB, by an estimate from the model's files"
     if len(engine.places) > 1:
         basis += f", in {len(engine.places)} engines together"
-    return (
+    yield (
         f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens "
         f"({blocks * block_bytes / 1024**2:.1f} MiB) "
         f"on average with {max_tokens:,} new tokens, {-(-found.longest // engine.block_size):,} at most; "
         f"about {num_fit:,} blocks fit here{basis}, {num_rows:,} rows at once"
     )
+    yield from _time_line(found, num_rows, estimate)
+
+
+def _time_line(found: Found, at_once: int, estimate: Estimate) -> Iterator[str]:
+    """A range for the time of a run: nobody knows how long completions will be, or how near to the ceilings it will come."""
+    num_rows = found.lengths.total()
+    prompt = sum(length * count for length, count in found.lengths.items()) / num_rows
+    new = found.num_new / num_rows
+    least = estimate.seconds(num_rows, prompt, new * _SHORT, at_once)
+    most = estimate.seconds(num_rows, prompt, new, at_once)
+    if least is not None and most is not None:
+        yield (
+            f"Time        about {duration(least)} to {duration(most * _SLOW)} after loading: from completions of "
+            f"{new * _SHORT:,.0f} tokens on average at the speed measured on this machine to {new:,.0f} (the most they may "
+            f"have) at a third of it; prompts that begin alike take less"
+        )

@@ -60,6 +60,7 @@ MAY_IMPORT = {
         "cbatch.engine.places",
         "cbatch.engine.plan",
         "cbatch.model.loader",
+        "cbatch.watch.report",
     },
     "cbatch.bench": {
         "cbatch.isolation",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 
 from cbatch.check import check
 from cbatch.config import (
@@ -18,7 +19,9 @@ from cbatch.config import (
     SamplingParams,
 )
 from cbatch.errors import UsageError
+from cbatch.model.ceilings import Ceilings
 from cbatch.model.ops import Backend
+from cbatch.watch.report import duration
 from tests.conftest import Cbatch
 from tests.tiny import make_tokenizer
 
@@ -197,3 +200,24 @@ def test_the_command_prints_the_report_and_nothing_else_on_any_terminal(
         done = cbatch("check", source, "-m", tiny_model, "--raw", PYTHONIOENCODING=encoding)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"First prompt ({source}:1, raw), as the model sees it:\n{shown}\n" in done.stdout
+
+
+def test_the_time_is_estimated_as_a_range(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At one operation a microsecond and reading for nothing: two for each weight in a layer and each token, and the head."""
+    known = Ceilings(bytes_per_second=1e30, block_bytes_per_second=1e30, flops=1e6)
+    monkeypatch.setattr("cbatch.engine.estimate.ceilings", lambda *_: known)
+    check(config(tiny_model, write(tmp_path / "in.jsonl", *GOOD), engine={"dtype": "float32", "device": "cpu"}))
+    out = capsys.readouterr().out
+    with safe_open(tiny_model / "model.safetensors", "pt") as file:
+        sizes = {name: file.get_tensor(name).numel() for name in file.keys()}  # noqa: SIM118
+    head = next(size for name, size in sizes.items() if "embed_tokens" in name)
+    in_layers = sum(size for name, size in sizes.items() if "embed_tokens" not in name and "lm_head" not in name)
+    [num_prompt] = re.findall(r"Tokens      ([\d,]+) in prompts", out)
+    num_prompt, num_new = int(num_prompt.replace(",", "")), 20 * 10
+    least = 2 * (num_prompt + num_new / 4) * in_layers / 1e6 + 2 * num_new / 4 * head / 1e6
+    most = 2 * (num_prompt + num_new) * in_layers / 1e6 + 2 * num_new * head / 1e6
+    assert f"Time        about {duration(least)} to {duration(3 * most)} after loading" in out
+    assert "completions of 2 tokens on average" in out
+    assert "to 10 (the most they may have)" in out

@@ -1,4 +1,4 @@
-"""The memory that an engine will take, estimated from a model's files without loading a weight."""
+"""The memory and the time that an engine will take, estimated from a model's files without loading a weight."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from cbatch.engine.places import Place
 from cbatch.engine.plan import EnginePlan
 from cbatch.kernels.attention import AttentionSpec
+from cbatch.model.ceilings import ceilings
 from cbatch.model.weights import num_weights
 
 if TYPE_CHECKING:
@@ -22,9 +23,14 @@ class Estimate:
     def __init__(self, files: ModelFiles, plan: EnginePlan) -> None:
         self._text, self._plan = files.config.get_text_config(), plan
         self._itemsize: int = getattr(torch, plan.dtype).itemsize
-        num, in_layers = num_weights(files.path), 1 if plan.quantization == "int8" else self._itemsize
-        outside = min(num, self._text.vocab_size * self._text.hidden_size * (1 if self._is_tied else 2))
-        self.weights = outside * self._itemsize + (num - outside) * in_layers  # only those of layers are quantized
+        num, bytes_in_layers = num_weights(files.path), 1 if plan.quantization == "int8" else self._itemsize
+        self._head = min(num, self._text.vocab_size * self._text.hidden_size)
+        outside = self._head if self._is_tied else min(num, 2 * self._head)
+        self._in_layers = num - outside
+        self._read = self._head * self._itemsize + self._in_layers * bytes_in_layers  # in a step, the head included
+        self.weights = (
+            outside * self._itemsize + self._in_layers * bytes_in_layers
+        )  # only those of layers are quantized
 
     @property
     def _is_tied(self) -> bool:
@@ -57,3 +63,25 @@ class Estimate:
     def _num_blocks_at(self, place: Place) -> int:
         free = partial(self._plan.free_memory, place.device, self.weights, self.largest_step)
         return self._plan.num_blocks_in_memory(self.bytes_per_token, free)
+
+    def seconds(self, num_rows: int, prompt: float, new: float, at_once: int) -> float | None:
+        """Least time for rows with these mean lengths in tokens, at the ceilings of this machine, after loading.
+
+        Nothing is shared between rows. None if the ceilings can't be measured, or the weights are not there.
+        """
+        plan, text = self._plan, self._text
+        num_engines, device = len(plan.places), plan.places[0].device
+        if device == "cpu":
+            torch.set_num_threads(sum(place.num_threads for place in plan.places))
+        known = ceilings(device, plan.dtype) if self.weights else None
+        if known is None:
+            return None
+        num_devices = 1 if device == "cpu" else num_engines  # CPUs are measured all together, a GPU alone
+        tokens = num_rows * (prompt + new)
+        num_steps = max(num_rows * new / max(1, min(at_once, num_rows)), tokens / plan.max_num_batched_tokens)
+        read = num_engines * num_steps * self._read + num_rows * new * (prompt + new / 2) * self.bytes_per_token
+        share = (getattr(text, "num_experts_per_tok", None) or 1) / (
+            getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+        )  # of the weights that a token uses, if all are experts
+        flops = 2 * tokens * self._in_layers * share + 2 * num_rows * new * self._head
+        return float(read / known.bytes_per_second + flops / known.flops) / num_devices
