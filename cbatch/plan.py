@@ -36,9 +36,8 @@ _GENERATION_CONFIG = {  # transformers' names -> cbatch's
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
-_NOT_APPLIED: dict[
-    str, Any
-] = {  # settings of transformers that would change completions unless they have this value, or null
+# Settings of transformers that would change completions unless they have this value, or null.
+_NOT_APPLIED: dict[str, Any] = {
     **{"num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1, "penalty_alpha": 0, "typical_p": 1},
     **{
         "epsilon_cutoff": 0,
