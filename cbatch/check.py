@@ -46,7 +46,7 @@ def check(config: RunConfig) -> int:
     files = locate(config.engine.model)
     files.check(dummy=config.engine.load_format == "dummy")
     engine = resolve_engine(config.engine, places, files, config.prompt.max_model_len)
-    builder = plan.prompt_builder(config, files, engine.max_model_len)
+    builder = plan.prompt_builder(config, files, engine.max_model_len, sources)
     found = _read_all(read(sources, config.input.skip, config.input.limit), shape, builder)
     if note := plan.not_applied(config, files):
         print(note)
@@ -100,6 +100,8 @@ def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: Mod
         yield f"Of these    {remarks.summary(found.remarks)}"
     yield from _prompt_lines(found.lengths)
     yield from _engine_lines(found, builder.sampling.max_tokens, engine, files)
+    if builder.asks_for_date:
+        yield f"Date        {builder.date}, which a template asks for"
     yield f"Last tokens {builder.last_tokens(found.first)} (of the first prompt)"
     yield f"First prompt ({found.first.where}, {'chat' if builder.chat else 'raw'}), as the model sees it:"
     yield builder.render(found.first)

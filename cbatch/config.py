@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 
 from cbatch.errors import SettingError, UsageError
@@ -24,7 +25,9 @@ class InputConfig(Settings):
 
 @dataclass(frozen=True)
 class PromptConfig(Settings):
-    prompt_column: str = option("prompt", "Column that holds the prompt text.")
+    prompt_column: str | None = option(
+        None, "Column that holds the prompt. (default: prompt, messages or token_ids, whichever a row has)"
+    )
     template: str | None = option(
         None,
         "Jinja template over all columns that makes the prompt, e.g. 'Summarise: {{ text }}', or @FILE.",
@@ -36,6 +39,11 @@ class PromptConfig(Settings):
         "Send a text prompt as a user message through the model's chat template, or as raw text. "
         "(default: chat if the model has a chat template)",
         flags="--chat/--raw",
+    )
+    date: str | None = option(
+        None,
+        "Date, or date and time in ISO format, that a template gets which asks for it. (default: the job's first start, "
+        "recorded)",
     )
     max_model_len: int | None = option(
         None, "Longest prompt plus completion, in tokens. (default: the model's context)", at_least=2
@@ -62,6 +70,16 @@ class PromptConfig(Settings):
         for name, text in (("system", self.system), ("template", self.template)):
             if any("\ud800" <= character <= "\udfff" for character in text or ""):
                 raise SettingError(name, "is not valid UTF-8")
+        if self.date is not None:
+            object.__setattr__(self, "date", _iso_moment(self.date))
+
+
+def _iso_moment(text: str) -> str:
+    """A date, or a date and time, in the one form in which manifests keep it; SettingError if it is none."""
+    try:
+        return datetime.fromisoformat(text).isoformat()
+    except ValueError:
+        raise SettingError("date", f"must be like 2026-01-31 or 2026-01-31T09:30:00, not {text!r:.80}") from None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ def first_line(config: EngineConfig, builder: PromptBuilder, facts: Facts, engin
         f"{'chat' if builder.chat else 'raw'} prompts, {_sampling(builder.sampling)}; "
         f"{each}up to {facts.max_num_seqs} sequences, KV cache for {facts.capacity:,} tokens"
     )
+    if builder.asks_for_date:
+        text += f"; templates see the date {builder.date}"
     if config.kv_cache_dtype != "auto":
         text += f" in {config.kv_cache_dtype}"
     if facts.capacity < facts.max_model_len:

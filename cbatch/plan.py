@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,11 @@ from cbatch.config import RunConfig, SamplingParams
 from cbatch.errors import RowError, SettingError, UsageError
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
-from cbatch.rows.prompt import PromptBuilder
+from cbatch.rows.prompt import PROMPT_COLUMNS, PromptBuilder, prompt_column
 from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
 from cbatch.rows.request import Row
-from cbatch.rows.template import compiled_template, template_text
-from cbatch.rows.values import as_text
+from cbatch.rows.template import Template, template_text
 
 if TYPE_CHECKING:
     from cbatch.engine.plan import EnginePlan
@@ -84,16 +84,9 @@ def check_rank(config: RunConfig, rank: Rank, single_file: bool) -> None:
 
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:
     """UsageError if a file can't be read, none of its first rows holds a prompt, or columns collide with those added."""
-    for source in sources:
-        if source.name == "-" or (source.kind == "dataset" and source.size is None):
-            continue
-        first = list(islice(source.rows(), _FIRST_ROWS))
-        if first and first[0].digest == BROKEN_DIGEST:
-            raise UsageError(str(first[0].problem))
-        if not (rows := [row for row in first if not row.problem]):
-            continue
+    for source, rows in _first_rows(sources):
         if config.prompt.template:
-            _check_template(config.prompt.template, rows)
+            _check_template(Template(config.prompt.template, datetime.now()), rows)
         else:
             _check_prompt_column(source, config.prompt.prompt_column, rows)
         try:
@@ -103,26 +96,42 @@ def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: Record
             raise UsageError(str(error)) from None
 
 
-def _check_template(template: str, rows: Sequence[Row]) -> None:
+def _first_rows(sources: Sequence[Source]) -> Iterator[tuple[Source, list[Row]]]:
+    """The first good rows of each source that has any and can be read twice; UsageError if one can't be read at all."""
+    for source in sources:
+        if source.name == "-" or (source.kind == "dataset" and source.size is None):
+            continue
+        first = list(islice(source.rows(), _FIRST_ROWS))
+        if first and first[0].digest == BROKEN_DIGEST:
+            raise UsageError(str(first[0].problem))
+        if rows := [row for row in first if not row.problem]:
+            yield source, rows
+
+
+def _check_template(template: Template, rows: Sequence[Row]) -> None:
     """UsageError if the template fails on all of these rows, which is more likely its fault than theirs."""
-    compiled, errors = compiled_template(template), []
+    errors = []
     for row in rows:
         try:
-            compiled.render(as_text(row.data))
-        except Exception as error:  # whatever a template raises
-            errors.append(f"{row.where}: {error}. Columns: {', '.join(row.data):.500}.")
+            template.render(row.data)
+        except RowError as error:
+            errors.append(f"{error.at(row.where)}. Columns: {', '.join(row.data):.500}.")
     if len(errors) == len(rows):
-        raise UsageError(f"--template fails on {errors[0]}")
+        raise UsageError(errors[0])
 
 
-def _check_prompt_column(source: Source, column: str, rows: Sequence[Row]) -> None:
-    """UsageError if none of these rows has a column that can hold a prompt."""
-    names = {column, "messages", "token_ids"}
-    if any(names & row.data.keys() or openai.is_request(row) for row in rows):
-        return
+def _check_prompt_column(source: Source, asked: str | None, rows: Sequence[Row]) -> None:
+    """UsageError if none of these rows has a column, and only one, that can hold a prompt."""
+    errors = []
+    for row in rows:
+        try:
+            if openai.is_request(row) or prompt_column(row.data, asked):
+                return
+        except RowError as error:
+            errors.append(error)
     columns = ", ".join(dict.fromkeys(name for row in rows for name in row.data)) or "none"
     raise UsageError(
-        f"{source.name}: no column {column!r}, 'messages' or 'token_ids'. "
+        f"{source.name}: {str(errors[0]).partition(';')[0]}. "
         f"Columns: {columns:.500}. Name one with --prompt-column, or make a prompt with --template."
     )
 
@@ -154,15 +163,32 @@ def not_applied(config: RunConfig, files: ModelFiles) -> str:
     return f"--generation-config model: cbatch does not apply {', '.join(names)}" if names else ""
 
 
-def prompt_builder(config: RunConfig, files: ModelFiles, max_model_len: int) -> PromptBuilder:
-    """How rows become requests, under a seed drawn now if the settings name none."""
+def prompt_builder(
+    config: RunConfig, files: ModelFiles, max_model_len: int, sources: Sequence[Source] = ()
+) -> PromptBuilder:
+    """How rows become requests, under a seed drawn now if the settings name none.
+
+    UsageError if a source is of conversations and the model has no chat template.
+    """
     sampling = sampling_defaults(config, files)
     if sampling.seed is None:
         sampling = replace(sampling, seed=random.getrandbits(63))
     vocab_size = files.config.get_text_config().vocab_size
-    return PromptBuilder(
+    builder = PromptBuilder(
         config.prompt, sampling, files.tokenizer, max_model_len, vocab_size, files.eos_token_ids, files.name
     )
+    for source, rows in _first_rows(sources):
+        if all(map(builder.lacks_chat_template, rows)):
+            raise UsageError(
+                f"{source.name} holds conversations, and {files.name} has no chat template; use a chat model"
+            )
+    return builder
+
+
+def drawn(config: RunConfig) -> tuple[str, ...]:
+    """The settings that a job draws at its first start because the user gives none, and keeps."""
+    given = {"seed": config.sampling.seed, "date": config.prompt.date}
+    return tuple(name for name, value in given.items() if value is None)
 
 
 def settings(
@@ -177,7 +203,9 @@ def settings(
             for name, value in sampling.items()
         },
         **asdict(prompt),
+        "prompt_column": prompt.prompt_column or PROMPT_COLUMNS[0],
         "template": template_text(prompt.template) if prompt.template else None,
+        "date": builder.date,
         "chat": builder.chat,
         "max_model_len": engine.max_model_len,
         "inputs": [source.name for source in sources],

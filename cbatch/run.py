@@ -129,15 +129,15 @@ class Job:
         if note := plan.not_applied(self.config, files):
             self.progress.note(note)
         self.progress.doing = "loading the tokenizer"
-        return files, engine_plan, plan.prompt_builder(self.config, files, engine_plan.max_model_len)
+        return files, engine_plan, plan.prompt_builder(self.config, files, engine_plan.max_model_len, sources)
 
     def _open_output(
         self, sink: Sink, sources: Sequence[Source], files: ModelFiles, engine_plan: EnginePlan, builder: PromptBuilder
     ) -> Done:
-        """Begin a job, or go on with one under the seed that it drew; what is done."""
-        drawn = ("seed",) if self.config.sampling.seed is None else ()
-        settings, done = sink.open(plan.settings(self.config, engine_plan, builder, files, sources), drawn)
-        builder.reseed(settings["seed"])
+        """Begin a job, or go on with one under the seed and the date that it drew; what is done."""
+        proposed = plan.settings(self.config, engine_plan, builder, files, sources)
+        settings, done = sink.open(proposed, plan.drawn(self.config))
+        builder.adopt(settings)
         self.stats.num_rows_earlier, self.stats.num_rows_earlier_failed = done.num_rows, done.num_failed
         return done
 

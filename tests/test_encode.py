@@ -17,6 +17,7 @@ from cbatch.check import check
 from cbatch.errors import OK, SOME_FAILED, RowError
 from cbatch.rows.conversation import Conversations
 from cbatch.rows.encode import Encoder
+from cbatch.rows.messages import conversation_of
 from cbatch.rows.special_tokens import SpecialTokens
 from cbatch.rows.text_bound import most_bytes
 from tests.jobs import job_config, read_jsonl, run_job, summary, write_rows
@@ -215,7 +216,8 @@ def test_a_special_token_in_a_message_is_plain_text_and_the_templates_are_tokens
     special = SpecialTokens(tokenizer)
     messages = [{"role": role, "content": TEXT}]
     assert special.are_in(messages)
-    text = Conversations(tokenizer).render(special.hide([*messages, message("x")]))
+    conversation = conversation_of([*messages, message("x")], None, None, is_padded=False)
+    text = Conversations(tokenizer).render(conversation.mapped(special.hide))
     start, end, newline = [1], [2], spelled_out(tokenizer, "\n")
     assert special.encode(text, add_special_tokens=False) == [
         *[*start, *spelled_out(tokenizer, f"{role}\n{TEXT}"), *end, *newline],

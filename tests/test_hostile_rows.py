@@ -166,7 +166,8 @@ def prompts() -> list[Case]:
     return [
         *bad("missing_prompt", "no column 'prompt', 'messages' or 'token_ids'; there are: none", "{}"),
         *bad("missing_prompt", "there are: 'text', 'Prompt'", '{"text": "x", "Prompt": "y"}', '{"text": null, "Prompt": 1}'),
-        *bad("missing_prompt", "no column", '{"messages": null}', '{"token_ids": null, "a": 1}', '{"body": {"messages": []}}'),
+        *bad("missing_prompt", "no column", '{"body": {"messages": []}}'),
+        *bad("invalid_prompt", "column '.*' is null", '{"messages": null}', '{"token_ids": null, "a": 1}'),
         *bad("invalid_prompt", "'prompt' is null", '{"prompt": null}', '{"prompt": null, "messages": null}'),
         *bad("invalid_prompt", "must be a text, messages or token ids, not",
              '{"prompt": 1}', '{"prompt": 0}', '{"prompt": 1.5}', '{"prompt": true}', '{"prompt": false}', '{"prompt": {}}',

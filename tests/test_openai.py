@@ -75,7 +75,7 @@ def test_a_text_request_is_never_put_into_a_conversation(build: PromptBuilder, p
         ({"messages": []}, {}, "empty_prompt"),
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "stream": True}, {}, "invalid_params"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {}, "invalid_params"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, {}, "invalid_messages"),
         ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": 0}, {}, "invalid_params"),

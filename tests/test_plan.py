@@ -140,7 +140,9 @@ def test_weights_are_counted_without_being_read(tiny_model: Path, tmp_path: Path
 def test_a_manifest_keeps_its_names_so_that_older_jobs_can_go_on(tiny_model: Path) -> None:
     files, sampling = locate(str(tiny_model)), SamplingParams(seed=1, stop_token_ids=(7,), stop=("x",))
     engine = EngineConfig(device="cpu", dtype="float32", kv_cache_dtype="int8", threads=1)
-    config = RunConfig(InputConfig(), PromptConfig(), sampling, engine, OutputConfig(), DisplayConfig())
+    config = RunConfig(
+        InputConfig(), PromptConfig(date="2026-01-31"), sampling, engine, OutputConfig(), DisplayConfig()
+    )
     plan = plan_for(tiny_model, dtype="float32", kv_cache_dtype="int8")
     recorded = job_plan.settings(config, plan, job_plan.prompt_builder(config, files, plan.max_model_len), files, [])
     assert {name: value for name, value in recorded.items() if not name.startswith("model ")} == {
@@ -148,7 +150,7 @@ def test_a_manifest_keeps_its_names_so_that_older_jobs_can_go_on(tiny_model: Pat
         **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": ["x"], "stop_token_id": [7]},
         **{"ignore_eos": False, "min_tokens": 0, "seed": 1, "prompt_column": "prompt", "template": None},
         **{"system": None, "chat": True, "max_model_len": 512, "truncate": None, "inputs": [], "input sizes": []},
-        "special_tokens_in_text": None,
+        **{"special_tokens_in_text": None, "date": "2026-01-31T00:00:00"},
         **{"dtype": "float32", "quantization": None, "kv_cache_dtype": "int8", "load_format": "auto"},
     }
 

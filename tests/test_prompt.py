@@ -66,11 +66,20 @@ def test_token_ids_are_taken_as_they_are() -> None:
         assert builder()(given).token_ids == [5, 6, 7]
 
 
-def test_the_prompt_column_may_have_any_name_and_comes_first() -> None:
+def test_the_prompt_column_that_is_named_is_the_only_one() -> None:
     build = builder(chat=False, prompt_column="question")
     assert build.render(row(question="q", prompt="p", messages=[], token_ids=[9])) == "q"
-    assert build(row(question=None, token_ids=[9])).token_ids == [9]
+    assert kind_of(build, row(question=None, token_ids=[9])) == "invalid_prompt"
     assert kind_of(build, row(prompt="p")) == "missing_prompt"
+
+
+@pytest.mark.parametrize("others", [{"messages": [{"role": "user", "content": "x"}]}, {"token_ids": [9]}])
+def test_two_prompts_in_one_row_are_an_error_until_one_is_named(others: dict[str, Any]) -> None:
+    both = {"prompt": "p", **others}
+    with pytest.raises(RowError, match=r"columns 'prompt' and '.*' both hold a prompt; say with --prompt-column"):
+        builder()(row(**both))
+    assert builder(prompt_column="prompt").render(row(**both)) == chat(("user", "p"))
+    assert builder().render(row(**{**both, **dict.fromkeys(others)})) == chat(("user", "p"))
 
 
 @pytest.mark.parametrize(
@@ -167,8 +176,9 @@ TOOLS_TEMPLATE = (
 def test_a_tool_call_may_have_no_content() -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
-    text = builder(TOOLS_TEMPLATE).render(row(messages=[message]))
-    assert text == f"role,tool_calls|assistant|{json.dumps(call)};"
+    answer = {"role": "tool", "content": "5"}
+    text = builder(TOOLS_TEMPLATE).render(row(messages=[message, answer]))
+    assert text == f"role,tool_calls|assistant|{json.dumps(call)};content,role|tool|5;"
 
 
 def test_jsonl_and_parquet_give_the_same_prompt_ids(tmp_path: Path) -> None:
@@ -181,7 +191,11 @@ def test_jsonl_and_parquet_give_the_same_prompt_ids(tmp_path: Path) -> None:
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Rome"}}}]},
             {"role": "tool", "content": "sun", "tool_call_id": "1"},
         ],
-        [user, {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"day": 1}}, "id": "2"}]}],
+        [
+            user,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "g", "arguments": {"day": 1}}, "id": "2"}]},
+            {"role": "tool", "content": "rain"},
+        ],
     ]
     parts = [[{"role": "user", "content": content}] for content, _ in PARTS if isinstance(content, list)]
     image = [[{"role": "user", "content": [{"type": "image", "url": "u"}]}]]

@@ -537,7 +537,7 @@ def test_less_memory_costs_rows_but_changes_none(job: Callable[..., int]) -> Non
 
 def test_a_template_that_fits_no_row_is_refused(job: Callable[..., int]) -> None:
     write_input(3)
-    with pytest.raises(UsageError, match=r"--template fails on in.jsonl:1: 'promt' is undefined. Columns: id, prompt"):
+    with pytest.raises(UsageError, match=r"in.jsonl:1: --template: 'promt' is undefined. Columns: id, prompt"):
         job(template="{{ promt }}")
 
 

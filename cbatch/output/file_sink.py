@@ -37,6 +37,9 @@ class FileSink(ABC):
         earlier = None if self._overwrite else journal.manifest
         if not is_there and not self._rank.is_whole:
             earlier = journal.propose(settings)
+        if earlier and (unknown := {name: settings[name] for name in drawn if name not in earlier}):
+            earlier |= unknown  # the job began under a cbatch that did not record these
+            journal.begin(earlier)
         if earlier:
             settings |= {name: earlier[name] for name in drawn}
         self._replaces = self._overwrite or (is_there and self._is_void(earlier, settings))

@@ -1,10 +1,26 @@
-"""The messages of a row -> the text that the model's chat template makes of them."""
+"""Conversations -> the text that the model's chat template makes of them."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
 from typing import Any
 
-from cbatch.errors import RowError, UsageError
+from cbatch.errors import RowError, UsageError, first_line
+from cbatch.rows.messages import Conversation
+
+_PROBE = "cbatch"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One of the model's chat templates."""
+
+    text: str
+    compiled: Any
+    variables: frozenset[str]  # that it takes from outside
 
 
 class Conversations:
@@ -13,49 +29,97 @@ class Conversations:
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         """`system`: goes before every conversation that does not begin with a system message."""
         self._tokenizer, self._system = tokenizer, system
+        self.now = datetime.now()  # the moment that a template gets which asks for the time
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        if system is not None and not self.has_template:
-            raise UsageError("--system: this model has no chat template")
+        self.asks_for_date = self.has_template and "strftime_now" in str(tokenizer.chat_template)
+        self._templates: dict[bool, ChatTemplate] = {}  # for conversations without and with tools
 
-    def render(self, messages: list[Any]) -> str:
-        """The text of a conversation up to where the model is to answer; RowError if there can be none."""
+    def check(self) -> None:
+        """UsageError if the template can't be used at all, or not with the system message of the settings."""
+        try:
+            self._template(None)
+        except Exception as error:  # templates raise what they like
+            raise UsageError(f"the model's chat template can't be used: {first_line(error)}; use --raw") from None
+        if self._system is not None and self._system_problem:
+            raise UsageError(f"--system: {self._system_problem}")
+
+    def render(self, conversation: Conversation) -> str:
+        """The text of a conversation up to where the model is to answer; RowError if there can be none.
+
+        A last turn of the assistant's is left open, for the model to continue.
+        """
         if not self.has_template:
             raise RowError("invalid_prompt", "this model has no chat template, so it can't take messages")
-        conversation = [cleaned_message(message) for message in messages]
-        if self._system is not None and conversation[0]["role"] != "system":
-            conversation.insert(0, {"role": "system", "content": self._system})
+        if self._system is not None and conversation.messages[0]["role"] != "system":
+            system = {"role": "system", "content": self._system}
+            conversation = replace(conversation, messages=[system, *conversation.messages])
+        text = self._render(conversation)
+        if conversation.has_system_message and self._system_problem:
+            raise RowError("template_error", self._system_problem)
+        return text
+
+    def _render(self, conversation: Conversation) -> str:
+        tools, kwargs = conversation.tools, conversation.template_kwargs or {}
+        is_continued = conversation.is_continued
         try:
-            return str(self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+            template = self._template(tools)
+            self._check_taken(template, tools, kwargs)
+            template.compiled.globals["strftime_now"] = self.now.strftime  # instead of the current time
+            text = self._tokenizer.apply_chat_template(
+                conversation.messages,
+                tools=tools,
+                chat_template=template.text,
+                tokenize=False,
+                add_generation_prompt=not is_continued,
+                continue_final_message=is_continued,
+                **kwargs,
+            )
+        except RowError:
+            raise
         except Exception as error:  # templates raise what they like
+            if is_continued and str(error).startswith("continue_final_message"):
+                error = ValueError(
+                    "the last turn is the assistant's, and can't be continued as the template changes it"
+                )
             raise RowError("template_error", f"the chat template refuses this conversation: {error}") from None
+        return str(text)
 
+    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        """The model's template for conversations with or without tools."""
+        if (has_tools := tools is not None) not in self._templates:
+            from jinja2.meta import find_undeclared_variables
+            from transformers.utils.chat_template_utils import _compile_jinja_template
 
-def cleaned_message(message: Any) -> dict[str, Any]:
-    """A message without its nulls, and with the text parts of its content joined by newlines; RowError if it has none."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RowError("invalid_messages", f"a message must be an object with a role, not {message!r:.80}")
-    clean: dict[str, Any] = _without_nulls(message)
-    content = clean.get("content")
-    if isinstance(content, list):
-        clean["content"] = "\n".join(_text_part(part) for part in content)
-    elif content is None and not clean.get("tool_calls"):
-        raise RowError("invalid_messages", f"the content of the {message['role']!r} message is missing or null")
-    elif content is not None and not isinstance(content, str):
-        raise RowError(
-            "invalid_messages", f"the content of a message must be a text or text parts, not {content!r:.80}"
-        )
-    return clean
+            text = self._tokenizer.get_chat_template(None, tools).removeprefix("\ufeff")
+            compiled = _compile_jinja_template(text)  # cached: rendering takes the same one
+            variables = frozenset(find_undeclared_variables(compiled.environment.parse(text)))
+            self._templates[has_tools] = ChatTemplate(text, compiled, variables)
+        return self._templates[has_tools]
 
+    def _check_taken(self, template: ChatTemplate, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> None:
+        """RowError if the template would ignore tools or a variable, or the variable is not for users to set."""
+        if tools and "tools" not in template.variables:
+            raise RowError("template_error", "the model's chat template takes no tools")
+        free = template.variables - self._reserved
+        if unknown := [name for name in kwargs if name not in free]:
+            takes = ", ".join(sorted(free)) or "nothing else"
+            raise RowError(
+                "template_error",
+                f"chat_template_kwargs: the chat template takes no {unknown[0]!r:.80}; it takes {takes}",
+            )
 
-def _without_nulls(value: Any) -> Any:
-    """A value whose objects lack the keys that are null: Parquet gives every message all keys that any message has."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    @cached_property
+    def _reserved(self) -> set[str]:
+        """Variables of templates that are not for a row to set, except for the documents."""
+        arguments = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return {"messages", *arguments, *self._tokenizer.special_tokens_map} - {"documents"}
 
-
-def _text_part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise RowError("invalid_messages", f"a content part of type {kind!r} is not text")
+    @cached_property
+    def _system_problem(self) -> str | None:
+        """What is wrong with system messages for this template: it refuses them, or leaves them out; None if nothing is."""
+        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hi"}]
+        try:
+            text = self._render(Conversation(messages))
+        except RowError as error:
+            return f"the model's chat template takes no system message: {error}"
+        return None if _PROBE in text else "the model's chat template leaves system messages out"

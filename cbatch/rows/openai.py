@@ -19,9 +19,11 @@ _IGNORED = {  # changes no text
     *("model", "messages", "prompt", "user", "metadata", "store", "service_tier"),
     *("safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
 }
+_BESIDE_MESSAGES = {"tools", "chat_template_kwargs", "tool_choice"}
 _NEUTRAL = {  # allowed with this value only
     **{"n": 1, "best_of": 1, "stream": False, "logprobs": False, "echo": False},
     **{"top_logprobs": 0, "logit_bias": {}, "suffix": "", "response_format": {"type": "text"}, "modalities": ["text"]},
+    "parallel_tool_calls": True,
 }
 
 
@@ -41,7 +43,18 @@ def prompt_and_params(row: Row) -> tuple[Any, dict[str, Any]]:
         raise RowError("missing_prompt", f"the body has no {field!r}")
     if field == "messages" and not isinstance(prompt, list):
         raise RowError("invalid_messages", f"messages must be a list, not {prompt!r:.80}")
-    return _single(prompt) if field == "prompt" else prompt, _params(body)
+    if field == "prompt":
+        return _single(prompt), _params(body, _IGNORED)
+    return prompt, _params(body, _IGNORED | _BESIDE_MESSAGES)
+
+
+def beside_messages(row: Row) -> dict[str, Any]:
+    """The tools and the template's variables that a chat request has beside its messages; RowError if it can't be done."""
+    body: dict[str, Any] = row.data["body"]
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise RowError("invalid_params", f"tool_choice: {choice!r:.80} is not supported")
+    return {**body, "tools": None} if choice == "none" else body
 
 
 def names_other_model(row: Row, model: str) -> bool:
@@ -73,10 +86,10 @@ def _single(prompt: Any) -> Any:
     return prompt
 
 
-def _params(body: dict[str, Any]) -> dict[str, Any]:
+def _params(body: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     params: dict[str, Any] = {}
     for name, value in body.items():
-        if name in _IGNORED or value is None or _is_neutral(name, value):
+        if name in ignored or value is None or _is_neutral(name, value):
             continue
         if name in _NEUTRAL:
             raise RowError("invalid_params", f"{name}: {value!r:.80} is not supported")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from cbatch.config import PromptConfig, SamplingParams
@@ -13,11 +14,13 @@ from cbatch.rows import openai
 from cbatch.rows.conversation import Conversations
 from cbatch.rows.encode import Encoded, Encoder, is_token_ids
 from cbatch.rows.identity import Identities
+from cbatch.rows.messages import Conversation, conversation_of
 from cbatch.rows.remarks import is_like_a_setting
 from cbatch.rows.request import Request, Row
-from cbatch.rows.template import compiled_template
+from cbatch.rows.template import Template
 from cbatch.rows.values import as_text
 
+PROMPT_COLUMNS = ("prompt", "messages", "token_ids")  # a row has its prompt in one of these, unless told otherwise
 _SHOWN_TOKENS = 5
 
 
@@ -38,14 +41,17 @@ class PromptBuilder:
         self.config, self.sampling, self.max_model_len = config, sampling, max_model_len
         self._model = model
         self._conversations = Conversations(tokenizer, config.system)
+        self._set_date(config.date or datetime.now().isoformat(timespec="seconds"))
         self._encoder = Encoder(tokenizer, vocab_size, max_model_len, config.truncate, eos_token_ids)
         if config.special_tokens_in_text == "plain" and not self._encoder.special.can_hide:
             raise UsageError("--special-tokens-in-text plain: this model's tokenizer can't do that")
         if config.chat and not self._conversations.has_template:
             raise UsageError("--chat: this model has no chat template; use --raw")
+        if config.system is not None and not self._conversations.has_template:
+            raise UsageError("--system: this model has no chat template")
         self.chat = self._conversations.has_template if config.chat is None else config.chat
-        self._template = compiled_template(config.template) if config.template else None
-        self._special_tokens = _special_tokens(tokenizer)
+        if self.chat:
+            self._conversations.check()
         self._identities = Identities()
 
     def __call__(self, row: Row) -> Request:
@@ -63,9 +69,29 @@ class PromptBuilder:
         if not row.problem:
             self._identities.identify(row)
 
-    def reseed(self, seed: int) -> None:
-        """Draw with this seed, the one of an earlier run, from now on."""
-        self.sampling = replace(self.sampling, seed=seed)
+    @property
+    def asks_for_date(self) -> bool:
+        """Whether a template asks for the date, so that prompts depend on it."""
+        return "strftime_now" in (self._template.text if self._template else "") or self._conversations.asks_for_date
+
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        """Use the seed and the date that the job's first run drew, from now on."""
+        self.sampling = replace(self.sampling, seed=settings["seed"])
+        self._set_date(settings["date"])
+
+    def _set_date(self, date: str) -> None:
+        """Have templates see this as the current time."""
+        self.date, now = date, datetime.fromisoformat(date)
+        self._conversations.now = now
+        self._template = Template(self.config.template, now) if self.config.template else None
+
+    def lacks_chat_template(self, row: Row) -> bool:
+        """Whether a row is a conversation and the model has no chat template for it."""
+        try:
+            prompt = None if self._conversations.has_template else self._prompt_and_params(row)[0]
+        except RowError:
+            return False
+        return isinstance(prompt, list) and not is_token_ids(prompt)
 
     def render(self, row: Row) -> str:
         """The prompt of a row as the model sees it, special tokens included."""
@@ -77,27 +103,43 @@ class PromptBuilder:
         return ", ".join(f"{token} {self._encoder.spell([token])!r}" for token in ids)
 
     def _request(self, row: Row, identity: str) -> Request:
-        prompt, overrides = self._prompt_and_params(row)
+        row_as_text = replace(row, data=as_text(row.data))
+        prompt, overrides = self._prompt_and_params(row_as_text)
         params = self._with_special_stops(self._params(overrides))
-        chat = isinstance(prompt, list) and not is_token_ids(prompt)
-        spells_special = self._encoder.special.are_in(prompt)
-        hides = spells_special and self._hides(chat)
-        if hides:
-            prompt = self._encoder.special.hide(prompt)
-        if chat:
-            prompt = self._conversations.render(prompt)
-        encoded = self._encoder(prompt, params.max_tokens, is_rendered=chat, is_hidden=hides)
-        remarks = tuple(self._remarks(row, encoded, spells_special))
+        conversation = self._conversation(prompt, row_as_text)
+        special = self._encoder.special
+        spells_special = special.are_in(conversation.texts if conversation else prompt)
+        hides = spells_special and self._hides(conversation is not None)
+        if conversation:
+            prompt = self._conversations.render(conversation.mapped(special.hide) if hides else conversation)
+        elif hides:
+            prompt = special.hide(prompt)
+        encoded = self._encoder(prompt, params.max_tokens, is_rendered=conversation is not None, is_hidden=hides)
+        remarks = tuple(self._remarks(row, encoded, spells_special, conversation))
         key = self._random_key(identity, overrides)
+        chat = conversation is not None
         return Request(row, encoded.token_ids, params, key, chat, encoded.num_truncated_tokens, remarks)
+
+    def _conversation(self, prompt: Any, row: Row) -> Conversation | None:
+        """The conversation that a prompt is, with the tools beside it; None if it is a text or token ids."""
+        if not isinstance(prompt, list) or is_token_ids(prompt):
+            return None
+        beside = openai.beside_messages(row) if openai.is_request(row) else row.data
+        if self._template:
+            beside = {}  # all columns are the template's
+        return conversation_of(prompt, beside.get("tools"), beside.get("chat_template_kwargs"), row.is_padded)
 
     def _hides(self, chat: bool) -> bool:
         """Whether special tokens that a text only spells are plain text. A raw prompt is all its user's, so there they are not."""
         default = "plain" if chat and self._encoder.special.can_hide else "encode"
         return (self.config.special_tokens_in_text or default) == "plain"
 
-    def _remarks(self, row: Row, encoded: Encoded, spells_special: bool) -> Iterator[str]:
+    def _remarks(
+        self, row: Row, encoded: Encoded, spells_special: bool, conversation: Conversation | None
+    ) -> Iterator[str]:
         """What is worth knowing about a row that runs."""
+        if conversation and conversation.is_continued:
+            yield "continued"
         if encoded.num_truncated_tokens != 0:
             yield "truncated"
         if spells_special:
@@ -109,7 +151,6 @@ class PromptBuilder:
 
     def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
         """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""
-        row = replace(row, data=as_text(row.data))
         if openai.is_request(row):
             return openai.prompt_and_params(row)
         prompt = self._prompt(row.data)
@@ -120,22 +161,13 @@ class PromptBuilder:
     def _prompt(self, data: dict[str, Any]) -> Any:
         """What the template makes of a row, or what its prompt column holds."""
         if self._template:
-            try:
-                return self._template.render(data)
-            except Exception as error:  # whatever the user's template raises is about this row
-                raise RowError("template_error", f"--template: {error}") from None
-        column = self.config.prompt_column
-        for name in (column, "messages", "token_ids"):
-            if data.get(name) is None:
-                continue
-            if name != column and not isinstance(data[name], list):
-                raise RowError("invalid_prompt", f"column {name!r} must hold a list, not {data[name]!r:.80}")
-            return data[name]
-        if column in data:
+            return self._template.render(data)
+        column = prompt_column(data, self.config.prompt_column)
+        if data[column] is None:
             raise RowError("invalid_prompt", f"column {column!r} is null")
-        raise RowError(
-            "missing_prompt", f"no column {column!r}, 'messages' or 'token_ids'; there are: {_column_names(data)}"
-        )
+        if self.config.prompt_column is None and column != "prompt" and not isinstance(data[column], list):
+            raise RowError("invalid_prompt", f"column {column!r} must hold a list, not {data[column]!r:.80}")
+        return data[column]
 
     def _params(self, overrides: Any) -> SamplingParams:
         """The job's sampling parameters with those of a row in their place."""
@@ -150,7 +182,8 @@ class PromptBuilder:
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
         """`params` with the tokens of stop texts that are special tokens, which never show up in the text of a completion."""
-        found = [self._special_tokens[text] for text in params.stop if text in self._special_tokens]
+        special = self._encoder.special.ids
+        found = [special[text] for text in params.stop if text in special]
         return replace(params, stop_token_ids=(*params.stop_token_ids, *found)) if found else params
 
     def _random_key(self, identity: str, overrides: Any) -> int:
@@ -160,11 +193,23 @@ class PromptBuilder:
         return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def _column_names(data: dict[str, Any]) -> str:
-    return ", ".join(repr(name) for name in data) or "none"
+def prompt_column(data: Mapping[str, Any], asked: str | None) -> str:
+    """The column of a row that holds its prompt: the one that is asked for, else one of `PROMPT_COLUMNS`.
+
+    RowError if there is none, or if there are several.
+    """
+    names = PROMPT_COLUMNS if asked is None else (asked,)
+    filled = [name for name in names if data.get(name) is not None]
+    if len(filled) > 1:
+        columns = " and ".join(map(repr, filled))
+        raise RowError("invalid_prompt", f"columns {columns} both hold a prompt; say with --prompt-column which counts")
+    found = filled or [name for name in names if name in data]
+    if not found:
+        there = ", ".join(map(repr, data)) or "none"
+        raise RowError("missing_prompt", f"no column {_either(names)}; there are: {there}")
+    return found[0]
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The ids of a tokenizer's special tokens, by their texts."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): token_id for token_id, token in added.items() if getattr(token, "special", False)}
+def _either(names: Sequence[str]) -> str:
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class Source:
     def _rows_of_table(self, rows: Iterable[Parsed]) -> Iterator[Row]:
         for index, parsed in enumerate(rows):
             content = repr(parsed.columns).encode("utf-8", "replace")
-            yield self._row(index, f"{self.name} row {index}", parsed, content)
+            yield replace(self._row(index, f"{self.name} row {index}", parsed, content), is_padded=True)
 
     def _row(self, index: int, where: str, parsed: Parsed, content: bytes) -> Row:
         problem = parsed.problem.at(where) if parsed.problem else None

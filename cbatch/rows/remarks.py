@@ -10,6 +10,7 @@ from cbatch.config import SamplingParams
 from cbatch.settings import field_names
 
 _REMARKS = {  # kind -> what the row is, for people
+    "continued": "ending with a turn of the assistant's, which is continued",
     "other_model": "naming another model than the one that runs",
     "setting_as_column": "with a column named like a sampling setting; a row's own settings go into an object `params`",
     "special_tokens": "spelling a special token of the model in its text; see --special-tokens-in-text",

@@ -23,6 +23,7 @@ class Row:
     data: dict[str, Any]
     digest: int  # checksum of the row's content, never 0
     problem: RowError | None = None  # the row could not be read
+    is_padded: bool = False  # it comes from a table, whose objects have null for the keys that only other rows have
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._texts = [token.content for token in added.values() if token.special and token.content]
-        longest_first = sorted(map(re.escape, self._texts), key=len, reverse=True)
+        self.ids = {token.content: index for index, token in added.items() if token.special and token.content}
+        longest_first = sorted(map(re.escape, self.ids), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first) or "(?!)")
         self.can_hide = hasattr(tokenizer, "backend_tokenizer")
-        self._spelled = {text: chr(_SPELLED + index) for index, text in enumerate(self._texts)}
-        self._meant = {text: chr(_MEANT + index) for index, text in enumerate(self._texts)}
+        self._spelled = {text: chr(_SPELLED + index) for index, text in enumerate(self.ids)}
+        self._meant = {text: chr(_MEANT + index) for index, text in enumerate(self.ids)}
 
     def are_in(self, value: Any) -> bool:
         """Whether a text spells a special token, or any text inside lists and objects does."""

@@ -4,13 +4,14 @@ A row's `data` holds plain Python values only: None, bool, int, float (NaN and i
 dicts of these, the keys of dicts being text. Dates, times, durations and decimals of a table are text with all their
 digits (`cbatch/rows/moment.py`), a map is a list of pairs. Conversions are made where a value leaves:
 
-    prompts and templates   `as_text` here: bytes are the text that they spell in UTF-8
+    prompts and templates   `as_text` here: bytes are the text that they spell in UTF-8, NaN and infinities are null
     JSON                    `dumps` in cbatch/output/record.py: bytes are base64, NaN and infinities are null
     Parquet                 cbatch/output/parquet.py: a column has the type that it had in the input
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from cbatch.errors import RowError
@@ -36,7 +37,12 @@ class NotText(bytes):
 
 
 def as_text(value: Any) -> Any:
-    """A value with text in place of all its bytes, for prompts. Bytes that are no text become `NotText`."""
+    """A value with text in place of all its bytes, for prompts, and null in that of NaN and infinities.
+
+    Bytes that are no text become `NotText`.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -117,6 +117,6 @@ def say(text: str) -> None:
     if sys.stderr is None:  # print would take stdout instead
         return
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(text + "\n", end="", file=sys.stderr, flush=True)  # one write, between which no other thread comes
     except (OSError, ValueError):  # nobody reads it any more
         sys.stderr = None
