@@ -96,17 +96,16 @@ class Journal:
         """UsageError if settings, other than those named in `may_differ`, differ from the manifest's."""
         earlier = self.manifest or {}
         differences = [
-            f"  {name}: {_shown(earlier.get(name))} before, {_shown(settings.get(name))} now"
+            f"{name}: {_shown(earlier.get(name))} before, {_shown(settings.get(name))} now"
             for name in sorted({*earlier, *settings})
             if earlier.get(name) != settings.get(name) and name not in may_differ
         ]
         if differences:
-            text = "\n".join(differences)
+            text = "; ".join(differences)
+            mended = " An input whose bad lines were mended goes with --retry-failed." if "input sizes" in text else ""
             raise UsageError(
-                f"{self.target} holds rows made under other settings:\n"
-                + text
-                + "\nUse the same settings to go on, another output, or --overwrite to start anew."
-                + (" An input whose bad lines were mended goes with --retry-failed." if "input sizes" in text else "")
+                f"{self.target} holds rows made under other settings. Use the same settings to go on, another output, or "
+                f"--overwrite to start anew.{mended} What differs: {text}"
             )
 
     def forget(self) -> None:
