@@ -21,9 +21,9 @@ def run() -> None:
     from cbatch.cli import main
     from cbatch.errors import FATAL, OK
     from cbatch.model.cache import ensure_cache
-    from cbatch.streams import end_with_the_reader
+    from cbatch.streams import end_with_standard_output
 
-    end_with_the_reader()
+    end_with_standard_output()
     ensure_cache()
     code = _exit_code(main)
     code = _exit_code(_flush) or code

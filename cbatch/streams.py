@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cbatch.errors import READER_GONE
+from cbatch.errors import FATAL, READER_GONE
 
 
 def secure_standard_streams() -> None:
@@ -28,28 +28,33 @@ def secure_standard_streams() -> None:
         sys.stderr = io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True)
 
 
-def end_with_the_reader() -> None:
-    """Have the command end with READER_GONE once it prints to standard output and nobody reads that any more."""
+def end_with_standard_output() -> None:
+    """Have the command end once it prints to standard output and that takes nothing: READER_GONE if nobody reads it any more,
+    else FATAL and a reason.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
-        buffer = io.BufferedWriter(_WhileRead(1, "w", closefd=False))
+        buffer = io.BufferedWriter(_WhileTaken(1, "w", closefd=False))
         sys.stdout = io.TextIOWrapper(
             buffer, sys.stdout.encoding, sys.stdout.errors, line_buffering=sys.stdout.isatty()
         )
 
 
-class _WhileRead(io.FileIO):
-    """A pipe that takes nothing any more once its reader is gone, which ends the command."""
+class _WhileTaken(io.FileIO):
+    """A pipe or a file whose first write that fails ends the command, and the only one that does."""
 
-    is_gone = False
+    has_failed = False
 
     def write(self, data: Any) -> int:
-        if self.is_gone:
+        if self.has_failed:
             return len(data)
         try:
             return super().write(data)
-        except BrokenPipeError:
-            self.is_gone = True
-            raise SystemExit(READER_GONE) from None
+        except OSError as error:
+            self.has_failed = True
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(READER_GONE) from None
+            print(f"cbatch: standard output: can't write: {error.strerror}", file=sys.stderr)
+            raise SystemExit(FATAL) from None
 
 
 class _Unbreakable(io.FileIO):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cbatch.errors import READER_GONE, SOME_FAILED
+from cbatch.errors import FATAL, READER_GONE, SOME_FAILED
 from tests.child import Child, nothing
 from tests.jobs import row_numbers, write_input
 
@@ -52,3 +52,15 @@ def test_a_command_that_nobody_reads_ends_with_the_code_of_a_broken_pipe(
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (READER_GONE, "")
+
+
+@pytest.mark.parametrize("arguments", [["check", "in.jsonl", "-m", "MODEL"], ["--help"], ["--version"]])
+def test_a_report_that_can_not_be_written_is_an_error(tiny_model: Path, arguments: list[str]) -> None:
+    write_input(3)
+    words = [str(tiny_model) if word == "MODEL" else word for word in arguments]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cbatch", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == FATAL
+    assert done.stderr == "cbatch: standard output: can't write: No space left on device\n"
