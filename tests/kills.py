@@ -34,10 +34,11 @@ from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
 from cbatch.cli import main
 from cbatch.errors import FATAL, SOME_FAILED, USAGE
+from cbatch.model.loader import locate
 from cbatch.output import parquet  # noqa: F401
 from tests.chain import continuation
 from tests.chain_engine import decoder, replace_models
-from tests.tiny import VOCAB_SIZE, make_config, make_tokenizer
+from tests.tiny import VOCAB_SIZE, make_tokenizer, save_model
 
 NUM_ROWS, SHARD_ROWS, MAX_TOKENS, EOS = 2000, 100, 6, 2
 LAYOUTS: list[list[str]] = [
@@ -222,10 +223,9 @@ def summary(record: dict[str, Any]) -> tuple[Any, ...]:
 
 @cache
 def model() -> Path:
-    """Without weights: nobody reads them."""
-    folder = Path(tempfile.mkdtemp(prefix="cbatch-model-"))
-    make_config().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    """A model folder, which has been checked once: what that imports is there in all processes that are forked later."""
+    folder = save_model(Path(tempfile.mkdtemp(prefix="cbatch-model-")))
+    locate(str(folder)).check()
     return folder
 
 
