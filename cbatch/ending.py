@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cbatch.deadline import Deadline
 from cbatch.errors import INTERRUPTED, OK, SOME_FAILED
+from cbatch.machine import versions
 from cbatch.output.target import Target
 from cbatch.output.writer import Writer
 from cbatch.rows.rank import Rank
@@ -32,6 +33,7 @@ class Ending:
         if finished:
             stats.num_rows = stats.num_rows_earlier + stats.num_rows_done
         figures = report.summary(stats, finished, **(self._ceilings() if finished else {}))
+        figures["versions"] = versions()
         is_shared = finished and not self._rank.is_whole
         if is_shared:
             figures |= {"shard": self._rank.suffix[1:], "rows_left_to_others": left_to_others}

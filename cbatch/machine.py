@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
+from cbatch import __version__
 from cbatch.errors import UsageError
 
 _ROOT = Path("/")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what completions depend on beside a job's settings."""
+    packages = ("torch", "transformers", "tokenizers", "jinja2")
+    found = {name: version(name) for name in packages}
+    return {"cbatch": __version__, "python": platform.python_version(), **found}
 
 
 # CPUs

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "cbatch.opening": {"cbatch.rows", "cbatch.engine"},
     "cbatch.ending": {
         "cbatch.deadline",
+        "cbatch.machine",
         "cbatch.rows",
         "cbatch.output",
         "cbatch.engine",

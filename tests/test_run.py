@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cbatch import __version__
 from cbatch.errors import FATAL, INTERRUPTED, OK, READER_GONE, SOME_FAILED, USAGE, Fatal, UsageError
 from cbatch.watch import progress
 from tests.child import SLOW, Child
@@ -146,6 +147,7 @@ def test_failed_rows_are_records_of_their_own_kind_and_are_counted(job: Callable
         "errors": Counter(record["error_kind"] for record in failed),
         "remarks": {},
     }
+    assert figures["versions"]["cbatch"] == __version__
     assert figures["finished"]
 
 
