@@ -13,7 +13,7 @@ from cbatch.config import RunConfig, SamplingParams
 from cbatch.errors import RowError, SettingError, UsageError
 from cbatch.output.record import RecordShape
 from cbatch.rows import openai
-from cbatch.rows.prompt import PROMPT_COLUMNS, PromptBuilder, prompt_column
+from cbatch.rows.prompt import PROMPT_COLUMNS, PromptBuilder, check_request, prompt_column
 from cbatch.rows.rank import Rank
 from cbatch.rows.reader import BROKEN_DIGEST, Source
 from cbatch.rows.request import Row
@@ -85,7 +85,9 @@ def check_rank(config: RunConfig, rank: Rank, single_file: bool) -> None:
 def check_first_rows(sources: Sequence[Source], config: RunConfig, shape: RecordShape) -> None:
     """UsageError if a file can't be read, none of its first rows holds a prompt, or columns collide with those added."""
     for source, rows in _first_rows(sources):
-        if config.prompt.template:
+        if all(map(openai.is_request, rows)):
+            _check_request(source, config)
+        elif config.prompt.template:
             _check_template(Template(config.prompt.template, datetime.now()), rows)
         else:
             _check_prompt_column(source, config.prompt.prompt_column, rows)
@@ -106,6 +108,13 @@ def _first_rows(sources: Sequence[Source]) -> Iterator[tuple[Source, list[Row]]]
             raise UsageError(str(first[0].problem))
         if rows := [row for row in first if not row.problem]:
             yield source, rows
+
+
+def _check_request(source: Source, config: RunConfig) -> None:
+    try:
+        check_request(config.prompt)
+    except RowError as error:
+        raise UsageError(f"{source.name}: {error}") from None
 
 
 def _check_template(template: Template, rows: Sequence[Row]) -> None:

@@ -231,3 +231,14 @@ def test_continued_conversations_are_counted(
     assert summary()["rows"]["remarks"] == {"continued": 1}
     assert check(job_config(model=folder)) == OK
     assert "1 ending with a turn of the assistant's, which is continued" in capsys.readouterr().out
+
+
+def test_a_template_over_openai_requests_is_refused_before_the_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows([{"custom_id": "1", "body": {"messages": [USER]}}])
+    for settings in ({"template": "{{ custom_id }}"}, {"prompt_column": "custom_id"}):
+        for start in (lambda: run_job(**settings, output="out"), lambda: check(job_config(**settings))):  # noqa: B023
+            with pytest.raises(UsageError, match=r"in.jsonl: an OpenAI request has its prompt in its body"):
+                start()

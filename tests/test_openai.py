@@ -152,3 +152,10 @@ def test_what_a_user_may_not_expect_is_remarked(data: dict[str, Any], remarks: t
     tokenizer = make_tokenizer(TEMPLATE)
     build = PromptBuilder(PromptConfig(), SamplingParams(seed=7), tokenizer, 200, VOCAB_SIZE, model="served")
     assert build(row(**data)).remarks == remarks
+
+
+@pytest.mark.parametrize("settings", [{"template": "{{ custom_id }}"}, {"prompt_column": "custom_id"}])
+def test_settings_that_would_not_count_for_a_request_are_an_error_of_its_row(settings: dict[str, Any]) -> None:
+    build = PromptBuilder(PromptConfig(**settings), SamplingParams(), make_tokenizer(TEMPLATE), 200, VOCAB_SIZE)
+    with pytest.raises(RowError, match="has its prompt in its body; leave out --"):
+        build(request({"messages": [{"role": "user", "content": "x"}]}))

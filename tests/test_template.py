@@ -38,6 +38,11 @@ def refused(template: str, **columns: Any) -> str:
         ("{{ order.no + 1 }}, {{ order.no is number }}", "8, True"),
         ("{{ 'a' ~ order.items }}", 'a["pear"]'),
         ("{{ '%s' % order.no }}", "7"),
+        ("{{ '%s' % order }}", '{"items": ["pear"], "no": 7}'),
+        ("{{ '%(no)s' % order }}", "7"),
+        ("{{ order['items'] | map('upper') | join }}", "PEAR"),
+        ("{{ 'a b' | wordwrap(1, true, none) }}", "a\nb"),
+        ("{% filter upper %}{{ order.no }} x{% endfilter %}", "7 X"),
         ("{{ range(3) | join('-') }}", "0-1-2"),
     ],
 )
@@ -52,6 +57,12 @@ def test_keys_win_over_attributes_and_methods_can_still_be_called(template: str,
         *("{{ title.title }}", "{{ 'x' ~ title.title }}", "{{ '%s' % title.title }}", "{{ [title.title] }}"),
         *("{{ title.title | string }}", "{{ [order.keys] | join }}", "{{ '{}'.format(title.title) }}", "{{ cycler }}"),
         *("{{ order.keys | tojson }}", "{{ order.items | map('upper') }}", "{% macro m() %}{% endmacro %}{{ m }}"),
+        *(
+            "{{ [none_] | map('upper') | list }}",
+            "{{ 's' | replace('s', none_) }}",
+            "{{ '%s' % order }}x{{ none_ | trim }}",
+        ),
+        *("{{ 1e308 * 10 }}", "{{ 'a%s' | format(none_) }}", "{{ '%(a)s' % {'a': none_} }}", "{{ none_ ~ 'x' }}"),
         *("{{ namespace(a=1) }}", "{{ order.__class__ }}", "{{ gone }}", "{{ row.gone }}", "{{ none_ }}", "{{ {}.x }}"),
     ],
 )
@@ -106,6 +117,12 @@ def test_a_template_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> Non
 
 def test_the_time_is_that_of_the_job() -> None:
     assert render("{{ strftime_now('%d %B %Y %H:%M') }}") == "31 January 2026 09:30"
+
+
+@pytest.mark.parametrize("name", ["random", "pprint", "urlencode"])
+def test_filters_that_are_not_repeatable_or_not_for_prompts_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"No filter named '{name}'"):
+        Template(f"{{{{ x | {name} }}}}", NOW)
 
 
 def test_a_template_may_refuse_a_row_in_its_own_words() -> None:

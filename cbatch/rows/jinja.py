@@ -8,8 +8,10 @@ they are called, and functions and methods exist only where they are called: `{{
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import wraps
 from string import Formatter
 from typing import Any, NoReturn
 
@@ -20,11 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
 _PRINTED, _METHOD, _FUNCTION = "printed value", "method of", "function named"  # filters that no template can spell
-_TEXT_FILTERS = {  # make a text of what they are given, and of their arguments
+_TEXT_FILTERS = (  # make a text of what they are given
     *("capitalize", "center", "e", "escape", "forceescape", "format", "indent", "lower", "replace", "safe", "string"),
     *("striptags", "title", "trim", "truncate", "upper", "wordcount", "wordwrap"),
-}
-_NOT_REPEATABLE = ("random",)  # filters
+)
+_SHOW_ARGUMENTS = ("format", "replace")
+_NO_FILTERS = ("random", "pprint", "urlencode", "urlize", "xmlattr")  # not repeatable, for Python, and for web pages
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
@@ -45,7 +48,8 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         self.globals.clear()
         self.filters |= {"tojson": to_json, "join": _join}
         self.filters |= {_PRINTED: printed, _METHOD: _method, _FUNCTION: functions.__getitem__}
-        for name in _NOT_REPEATABLE:
+        self.filters |= {name: _of_printed(name, self.filters[name]) for name in _TEXT_FILTERS}
+        for name in _NO_FILTERS:
             del self.filters[name]
         self._calls = _Calls(functions)
 
@@ -62,7 +66,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """The remainder, or the text that `'...%s...' % values` makes."""
         if isinstance(left, str):
-            if isinstance(right, dict):
+            if isinstance(right, dict) and "%(" in left:
                 right = {key: printed(value) for key, value in right.items()}
             else:
                 right = tuple(map(printed, right)) if isinstance(right, tuple) else printed(right)
@@ -114,13 +118,6 @@ class _Calls(NodeTransformer):
         node.nodes = [_filtered(operand, _PRINTED) for operand in node.nodes]
         return node
 
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        if node.name in _TEXT_FILTERS:
-            node.node = node.node and _filtered(node.node, _PRINTED)
-            node.args = [arg if isinstance(arg, nodes.Const) else _filtered(arg, _PRINTED) for arg in node.args]
-        return node
-
 
 class _PrintedFields(SandboxedFormatter, Formatter):
     """Formats as `str.format` does, with values printed by the rule of all others."""
@@ -139,6 +136,8 @@ def printed(value: Any) -> Any:
         raise TypeError("a value to be shown is null; write {{ x or '' }} to leave it out")
     if isinstance(value, (dict, list, tuple)):
         return to_json(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a value to be shown is {value}, which is no number")
     return value if isinstance(value, (int, float)) else _text(value)
 
 
@@ -161,6 +160,19 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes):
         raise TypeError("a value to be shown is bytes that are not UTF-8")
     raise TypeError(f"a {type(value).__name__} can't be shown")
+
+
+def _of_printed(name: str, text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that makes a text of values by the rule of all others, also where `map` applies it."""
+    first = int(hasattr(text_filter, "jinja_pass_arg"))  # behind the environment or the like
+    shows = printed if name in _SHOW_ARGUMENTS else lambda value: value
+
+    @wraps(text_filter)
+    def of_printed(*args: Any, **kwargs: Any) -> Any:
+        named = {key: shows(value) for key, value in kwargs.items()}
+        return text_filter(*args[:first], printed(args[first]), *map(shows, args[first + 1 :]), **named)
+
+    return of_printed
 
 
 def _filtered(node: nodes.Expr, name: str, *args: nodes.Expr) -> nodes.Filter:

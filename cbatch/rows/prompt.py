@@ -152,6 +152,7 @@ class PromptBuilder:
     def _prompt_and_params(self, row: Row) -> tuple[Any, Any]:
         """A row's prompt (text, messages or token ids) and its own sampling parameters, both still unchecked."""
         if openai.is_request(row):
+            check_request(self.config)
             return openai.prompt_and_params(row)
         prompt = self._prompt(row.data)
         if isinstance(prompt, str) and self.chat:
@@ -191,6 +192,13 @@ class PromptBuilder:
         own_seed = overrides.get("seed") if isinstance(overrides, dict) else None
         text = f"{self.sampling.seed}|{identity}" if own_seed is None else f"{own_seed}"
         return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+def check_request(config: PromptConfig) -> None:
+    """RowError if there are settings that an OpenAI request would not follow."""
+    for flag, value in (("--template", config.template), ("--prompt-column", config.prompt_column)):
+        if value is not None:
+            raise RowError("invalid_request", f"an OpenAI request has its prompt in its body; leave out {flag}")
 
 
 def prompt_column(data: Mapping[str, Any], asked: str | None) -> str:
