@@ -99,7 +99,7 @@ def _report(found: Found, builder: PromptBuilder, engine: EnginePlan, files: Mod
     if found.remarks:
         yield f"Of these    {remarks.summary(found.remarks)}"
     yield from _prompt_lines(found.lengths)
-    yield from _engine_lines(found, builder.sampling.max_tokens, engine, files)
+    yield from _engine_lines(found, engine, files)
     if builder.asks_for_date:
         yield f"Date        {builder.date}, which a template asks for"
     yield f"Last tokens {builder.last_tokens(found.first)} (of the first prompt)"
@@ -124,13 +124,14 @@ def _prompt_lines(lengths: Counter[int]) -> Iterator[str]:
         yield f"  {span:>17} {'#' * -(-buckets[bits] * _BAR // most):<{_BAR}} {buckets[bits]:,}"
 
 
-def _engine_lines(found: Found, max_tokens: int, engine: EnginePlan, files: ModelFiles) -> Iterator[str]:
+def _engine_lines(found: Found, engine: EnginePlan, files: ModelFiles) -> Iterator[str]:
     """How many blocks the rows need and how many fit, in all replicas together, and the time: estimates without weights."""
     from cbatch.engine.estimate import Estimate
 
     estimate = Estimate(files, engine)
     num_fit, block_bytes = estimate.num_blocks, estimate.bytes_per_token * engine.block_size
-    mean = sum(length * count for length, count in found.lengths.items()) / found.lengths.total() + max_tokens
+    num_good = found.lengths.total()
+    mean = (sum(length * count for length, count in found.lengths.items()) + found.num_new) / num_good
     blocks = -(-round(mean) // engine.block_size)
     num_rows = min(num_fit // blocks, engine.max_num_seqs * len(engine.places))
     basis = ""
@@ -141,7 +142,7 @@ def _engine_lines(found: Found, max_tokens: int, engine: EnginePlan, files: Mode
     yield (
         f"KV cache    a row takes {blocks:,} blocks of {engine.block_size} tokens "
         f"({blocks * block_bytes / 1024**2:.1f} MiB) "
-        f"on average with {max_tokens:,} new tokens, {-(-found.longest // engine.block_size):,} at most; "
+        f"on average with {found.num_new / num_good:,.0f} new tokens, {-(-found.longest // engine.block_size):,} at most; "
         f"about {num_fit:,} blocks fit here{basis}, {num_rows:,} rows at once"
     )
     yield from _time_line(found, num_rows, estimate)
@@ -156,7 +157,7 @@ def _time_line(found: Found, at_once: int, estimate: Estimate) -> Iterator[str]:
     most = estimate.seconds(num_rows, prompt, new, at_once)
     if least is not None and most is not None:
         yield (
-            f"Time        about {duration(least)} to {duration(most * _SLOW)} after loading: from completions of "
-            f"{new * _SHORT:,.0f} tokens on average at the speed measured on this machine to {new:,.0f} (the most they may "
-            f"have) at a third of it; prompts that begin alike take less"
+            f"Time        about {duration(least)} to {duration(most * _SLOW)} after loading. The first, if completions have "
+            f"{new * _SHORT:,.0f} tokens on average and this machine runs at the speed measured on it; the second, if they have "
+            f"{new:,.0f}, the most they may, at a third of that speed. Prompts that begin alike take less"
         )

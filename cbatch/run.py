@@ -138,6 +138,11 @@ class Job:
         proposed = plan.settings(self.config, engine_plan, builder, files, sources)
         settings, done = sink.open(proposed, plan.drawn(self.config))
         builder.adopt(settings)
+        if done.num_rows:
+            failed = f", {done.num_failed:,} of them failed" if done.num_failed else ""
+            self.progress.note(
+                f"{self.target}: {done.num_rows:,} rows are done already{failed}; the run goes on behind them."
+            )
         self.stats.num_rows_earlier, self.stats.num_rows_earlier_failed = done.num_rows, done.num_failed
         return done
 

@@ -218,6 +218,6 @@ def test_the_time_is_estimated_as_a_range(
     num_prompt, num_new = int(num_prompt.replace(",", "")), 20 * 10
     least = 2 * (num_prompt + num_new / 4) * in_layers / 1e6 + 2 * num_new / 4 * head / 1e6
     most = 2 * (num_prompt + num_new) * in_layers / 1e6 + 2 * num_new * head / 1e6
-    assert f"Time        about {duration(least)} to {duration(3 * most)} after loading" in out
-    assert "completions of 2 tokens on average" in out
-    assert "to 10 (the most they may have)" in out
+    assert f"Time        about {duration(least)} to {duration(3 * most)} after loading." in out
+    assert "completions have 2 tokens on average" in out
+    assert "if they have 10, the most they may" in out

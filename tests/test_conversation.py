@@ -23,6 +23,10 @@ from tests.tiny import TEMPLATE, VOCAB_SIZE, make_tokenizer, save_model
 
 USER = {"role": "user", "content": "Weather?"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"day": {"default": None}}}}}
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 WITH_TOOLS = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
@@ -85,6 +89,12 @@ def test_what_a_template_would_ignore_or_is_not_in_its_form_is_an_error() -> Non
     refused(builder(), "invalid_params", **request)
 
 
+def test_json_text_of_a_table_keeps_its_nulls(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"messages": [[USER]], "tools": [json.dumps([TOOL])]}), tmp_path / "in.parquet")
+    (found,) = read(resolve([str(tmp_path / "in.parquet")]))
+    assert '"default": null' in builder().render(found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -110,6 +120,31 @@ def test_nulls_with_which_a_table_fills_up_objects_reach_no_prompt(tmp_path: Pat
     pq.write_table(pa.table({"messages": [messages]}), tmp_path / "in.parquet")
     (found,) = read(resolve([str(tmp_path / "in.parquet")]))
     assert builder().render(found) == builder().render(row(messages=messages))
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "left_out"),
+    [
+        (
+            "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}",
+            [USER, {"role": "developer", "content": "Be brief."}],
+            "messages of role 'developer'",
+        ),
+        (TEMPLATE, [USER, CALLS, {"role": "tool", "content": "sun"}], "tool calls"),
+        (
+            WITH_TOOLS.replace("in messages", "in messages if m.role != 'tool'"),
+            [USER, CALLS, {"role": "tool", "content": "sun"}],
+            "messages of role 'tool'",
+        ),
+    ],
+)
+def test_a_part_that_the_template_leaves_out_is_an_error(
+    template: str, messages: list[dict[str, Any]], left_out: str
+) -> None:
+    build = builder(template)
+    for _ in range(2):  # the second time from memory
+        assert f"leaves {left_out} out" in refused(build, "template_error", messages=messages)
+    assert build(row(messages=[USER]))
 
 
 # The last turn
@@ -146,7 +181,7 @@ def test_a_template_that_refuses_or_drops_system_messages_is_said_to_do_so() -> 
     drops = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     raises = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + drops
     messages = [{"role": "system", "content": "Be brief."}, USER]
-    assert "leaves system messages out" in refused(builder(drops), "template_error", messages=messages)
+    assert "leaves messages of role 'system' out" in refused(builder(drops), "template_error", messages=messages)
     assert "no system role" in refused(builder(raises), "template_error", messages=messages)
     for template in (drops, raises):
         with pytest.raises(UsageError, match="--system"):

@@ -14,10 +14,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from cbatch.check import check
+from cbatch.config import PromptConfig, SamplingParams
 from cbatch.errors import OK, SOME_FAILED, RowError
 from cbatch.rows.conversation import Conversations
 from cbatch.rows.encode import Encoder
 from cbatch.rows.messages import conversation_of
+from cbatch.rows.prompt import PromptBuilder
+from cbatch.rows.request import Row
 from cbatch.rows.special_tokens import SpecialTokens
 from cbatch.rows.text_bound import most_bytes
 from tests.jobs import job_config, read_jsonl, run_job, summary, write_rows
@@ -265,6 +268,35 @@ def test_a_job_says_how_many_rows_spell_special_tokens_and_treats_them_as_told(
     assert "2 spelling a special token of the model" in capsys.readouterr().out
     assert run_job(model=str(tiny_model), max_tokens=1, output="raw.jsonl", chat=False, limit=1) == OK
     assert read_jsonl("raw.jsonl")[0]["prompt_tokens"] == len(make_tokenizer()(TEXT)["input_ids"])
+
+
+def test_special_tokens_in_keys_and_in_the_system_message_of_the_settings_are_plain_text_too() -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m.content }}{{ m.x | tojson if m.x }}{% endfor %}")
+    row = Row("in", 0, "in:1", {"messages": [{"role": "user", "content": "a", "x": {"<|im_end|>": 1}}]}, 5)
+    build = PromptBuilder(PromptConfig(system="<|im_start|>"), SamplingParams(seed=1), tokenizer, CONTEXT, VOCAB_SIZE)
+    request = build(row)
+    assert request.token_ids == spelled_out(tokenizer, '<|im_start|>a{"<|im_end|>": 1}')
+    assert request.remarks == ("special_tokens",)
+
+
+def test_added_tokens_written_like_turn_markers_are_special_whatever_their_tokenizer_calls_them() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<\uff5cUser\uff5c>", "<|user|>", "<think>"])
+    special = SpecialTokens(tokenizer)
+    assert special.are_in("<\uff5cUser\uff5c>")
+    assert special.are_in("<|user|>")
+    assert not special.are_in("<think>")
+    ids = special.encode(special.hide("<|user|> <\uff5cUser\uff5c>"), add_special_tokens=False)
+    assert max(ids) < min(tokenizer.convert_tokens_to_ids(["<|user|>", "<\uff5cUser\uff5c>"]))
+
+
+def test_a_tokenizer_with_a_token_for_the_unknown_can_hide_others() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>")
+    special = SpecialTokens(wrapped)
+    assert wrapped("a <end> z")["input_ids"] == [2, 1, 0]
+    assert special.encode(special.hide("a <end> z"), add_special_tokens=False) == [2, 0, 0]
 
 
 def test_a_prompt_with_marks_of_its_own_can_not_be_told_apart() -> None:

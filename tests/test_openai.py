@@ -26,10 +26,17 @@ def request(body: Any, **data: Any) -> Row:
 
 
 @pytest.mark.parametrize(
-    ("columns", "expected"), [(("body", "custom_id"), True), (("body",), False), (("custom_id",), False)]
+    ("columns", "expected"),
+    [
+        ({"body": {}, "custom_id": "x"}, True),
+        ({"body": "x", "custom_id": "x", "url": "/v1/completions"}, True),
+        ({"body": "the text of a mail", "custom_id": "x"}, False),
+        ({"body": {}}, False),
+        ({"custom_id": "x"}, False),
+    ],
 )
-def test_a_row_is_a_request_only_with_both_of_its_keys(columns: tuple[str, ...], expected: bool) -> None:
-    assert openai.is_request(row(**dict.fromkeys(columns, "x"))) is expected
+def test_a_row_is_a_request_only_with_both_of_its_keys(columns: dict[str, Any], expected: bool) -> None:
+    assert openai.is_request(row(**columns)) is expected
 
 
 def test_a_chat_request(build: PromptBuilder) -> None:
@@ -87,6 +94,8 @@ def test_a_text_request_is_never_put_into_a_conversation(build: PromptBuilder, p
         ({"prompt": [{"role": "user", "content": "x"}]}, {"url": "/v1/completions"}, "invalid_prompt"),
         ({"prompt": 7}, {"url": "/v1/completions"}, "invalid_prompt"),
         ({"prompt": "x"}, {"url": "/v1/responses"}, "invalid_request"),
+        ({"prompt": "x"}, {"url": "http://[::1/v1/completions"}, "invalid_request"),
+        ({"messages": [{"role": "user", "content": "x"}]}, {"params": {"max_tokens": 3}}, "invalid_params"),
     ],
 )
 def test_a_request_that_can_not_be_answered_is_an_error_of_its_row(

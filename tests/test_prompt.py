@@ -178,7 +178,7 @@ def test_a_tool_call_may_have_no_content() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer = {"role": "tool", "content": "5"}
     text = builder(TOOLS_TEMPLATE).render(row(messages=[message, answer]))
-    assert text == f"role,tool_calls|assistant|{json.dumps(call)};content,role|tool|5;"
+    assert text == f"content,role,tool_calls|assistant|{json.dumps(call)};content,role|tool|5;"
 
 
 def test_jsonl_and_parquet_give_the_same_prompt_ids(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cbatch.rows.reader import Source
 
 _BATCH = 1000  # rows
 _JSON = {b"cbatch": b"json"}  # metadata of a field that holds JSON text
+_EXACT = pa.int32()  # stands for the kind of integers that a float64 holds exactly, so that a column may have both
 _ADDED = dict.fromkeys(("prompt_tokens", "completion_tokens", "row", "truncated_tokens"), pa.int64())
 
 
@@ -90,6 +91,10 @@ def _fields_of_json(rows: Iterable[dict[str, Any]]) -> list[pa.Field]:
     fields = []
     for name, seen in kinds.items():
         found = seen - {pa.null()}
+        if found == {_EXACT, pa.float64()}:
+            found = {pa.float64()}
+        elif _EXACT in found:
+            found = (found - {_EXACT}) | {pa.int64()}
         fields.append(_field(name, found.pop() if len(found) == 1 else (None if found else pa.null())))
     return fields
 
@@ -101,6 +106,8 @@ def _field(name: str, kind: pa.DataType | None) -> pa.Field:
 def _kind(value: Any) -> pa.DataType | None:
     """The Arrow type of a JSON value; None if only JSON text can hold it."""
     if type(value) is int:
+        if -(2**53) <= value <= 2**53:
+            return _EXACT
         return pa.int64() if -(2**63) <= value < 2**63 else None
     return {bool: pa.bool_(), float: pa.float64(), str: pa.string(), type(None): pa.null()}.get(type(value))
 

@@ -32,6 +32,7 @@ class Conversations:
         self.now = datetime.now()  # the moment that a template gets which asks for the time
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self.asks_for_date = self.has_template and "strftime_now" in str(tokenizer.chat_template)
+        self._takes: dict[str, bool] = {}  # whether the template shows a part of conversations
         self._templates: dict[bool, ChatTemplate] = {}  # for conversations without and with tools
 
     def check(self) -> None:
@@ -40,23 +41,40 @@ class Conversations:
             self._template(None)
         except Exception as error:  # templates raise what they like
             raise UsageError(f"the model's chat template can't be used: {first_line(error)}; use --raw") from None
-        if self._system is not None and self._system_problem:
-            raise UsageError(f"--system: {self._system_problem}")
+        if self._system is not None:
+            try:
+                self.render(self.with_system(Conversation([{"role": "user", "content": "hi"}])))
+            except RowError as error:
+                raise UsageError(f"--system: {error}") from None
+
+    def with_system(self, conversation: Conversation) -> Conversation:
+        """A conversation with the system message of the settings, if it has none of its own."""
+        if self._system is None or conversation.messages[0]["role"] == "system":
+            return conversation
+        return replace(conversation, messages=[{"role": "system", "content": self._system}, *conversation.messages])
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation up to where the model is to answer; RowError if there can be none.
+        """The text of a conversation up to where the model is to answer; RowError if there can be none, or if the template
+        leaves out a part of it.
 
         A last turn of the assistant's is left open, for the model to continue.
         """
         if not self.has_template:
             raise RowError("invalid_prompt", "this model has no chat template, so it can't take messages")
-        if self._system is not None and conversation.messages[0]["role"] != "system":
-            system = {"role": "system", "content": self._system}
-            conversation = replace(conversation, messages=[system, *conversation.messages])
         text = self._render(conversation)
-        if conversation.has_system_message and self._system_problem:
-            raise RowError("template_error", self._system_problem)
+        for part in conversation.parts:
+            if part not in self._takes:  # asked once, and of a conversation that has it
+                self._takes[part] = self._shows(conversation.probed(part, _PROBE))
+            if not self._takes[part]:
+                raise RowError("template_error", f"the model's chat template leaves {part} out")
         return text
+
+    def _shows(self, conversation: Conversation) -> bool:
+        """Whether the template shows the probe that is in a conversation; also if it does not take the probe."""
+        try:
+            return _PROBE in self._render(conversation)
+        except RowError:
+            return True
 
     def _render(self, conversation: Conversation) -> str:
         tools, kwargs = conversation.tools, conversation.template_kwargs or {}
@@ -113,13 +131,3 @@ class Conversations:
         """Variables of templates that are not for a row to set, except for the documents."""
         arguments = inspect.signature(self._tokenizer.apply_chat_template).parameters
         return {"messages", *arguments, *self._tokenizer.special_tokens_map} - {"documents"}
-
-    @cached_property
-    def _system_problem(self) -> str | None:
-        """What is wrong with system messages for this template: it refuses them, or leaves them out; None if nothing is."""
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "hi"}]
-        try:
-            text = self._render(Conversation(messages))
-        except RowError as error:
-            return f"the model's chat template takes no system message: {error}"
-        return None if _PROBE in text else "the model's chat template leaves system messages out"

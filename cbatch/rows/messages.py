@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cbatch.errors import RowError, first_line
 from cbatch.rows.json_object import parse_object
+
+_CALLS = "tool calls"
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,32 @@ class Conversation:
         return Conversation(change(self.messages), change(self.tools), change(self.template_kwargs))
 
     @property
-    def has_system_message(self) -> bool:
-        return any(message["role"] == "system" for message in self.messages)
+    def parts(self) -> list[str]:
+        """What templates may leave out without a word, by names for people: all but the turns of user and assistant."""
+        roles = dict.fromkeys(message["role"] for message in self.messages)
+        others = [f"messages of role {role!r:.80}" for role in roles if role not in ("user", "assistant")]
+        return [*others, _CALLS] if any(message.get("tool_calls") for message in self.messages) else others
+
+    def probed(self, part: str, probe: str) -> Conversation:
+        """The same conversation with `probe` as the text of one of its `parts`."""
+        return replace(self, messages=[_probed(message, part, probe) for message in self.messages])
+
+
+def _probed(message: dict[str, Any], part: str, probe: str) -> dict[str, Any]:
+    if part == f"messages of role {message['role']!r:.80}":
+        return {**message, "content": probe}
+    if part == _CALLS and isinstance(calls := message.get("tool_calls"), list):
+        return {**message, "tool_calls": [_renamed(call, probe) for call in calls]}
+    return message
+
+
+def _renamed(call: Any, name: str) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        {**call, "function": {**function, "name": name, "arguments": {name: name}}}
+        if isinstance(function, dict)
+        else call
+    )
 
 
 def conversation_of(messages: list[Any], tools: Any, template_kwargs: Any, is_padded: bool) -> Conversation:
@@ -47,7 +73,7 @@ def conversation_of(messages: list[Any], tools: Any, template_kwargs: Any, is_pa
     if all(message["role"] == "assistant" for message in cleaned):
         raise RowError("invalid_messages", "a conversation needs a message that is not the assistant's")
     last = cleaned[-1]
-    if last["role"] == "assistant" and (last.get("tool_calls") or "content" not in last):
+    if last["role"] == "assistant" and last.get("tool_calls"):
         raise RowError(
             "invalid_messages", "the conversation ends with tool calls; it needs a message with their results"
         )
@@ -62,7 +88,9 @@ def _cleaned_message(message: Any, is_padded: bool) -> dict[str, Any]:
     content = clean.get("content")
     if isinstance(content, list):
         clean["content"] = "\n".join(_text_part(part) for part in content)
-    elif content is None and not clean.get("tool_calls"):
+    elif content is None and clean.get("tool_calls"):
+        clean["content"] = ""  # which templates show, whatever they do with one that is missing
+    elif content is None:
         raise RowError("invalid_messages", f"the content of the {message['role']!r} message is missing or null")
     elif content is not None and not isinstance(content, str):
         raise RowError(
@@ -100,7 +128,7 @@ def _with_object(call: Any) -> Any:
 
 def _tools(value: Any, is_padded: bool) -> list[dict[str, Any]] | None:
     """The functions that the model may call, None if there are none; RowError if they are not in OpenAI's form."""
-    tools = _unpadded(_parsed("tools", value), is_padded)
+    tools = _parsed("tools", value, is_padded)
     if tools is None or tools == []:
         return None
     if isinstance(tools, list) and all(map(_is_function, tools)):
@@ -117,16 +145,16 @@ def _is_function(tool: Any) -> bool:
 
 
 def _template_kwargs(value: Any, is_padded: bool) -> dict[str, Any]:
-    kwargs = _unpadded(_parsed("chat_template_kwargs", value), is_padded)
+    kwargs = _parsed("chat_template_kwargs", value, is_padded)
     if kwargs is None or isinstance(kwargs, dict):
         return kwargs or {}
     raise RowError("invalid_messages", f"chat_template_kwargs must be an object, not {value!r:.80}")
 
 
-def _parsed(name: str, value: Any) -> Any:
+def _parsed(name: str, value: Any, is_padded: bool) -> Any:
     """A value, or what its text says as JSON, which is how tables keep objects of different shapes."""
     if not isinstance(value, str):
-        return value
+        return _unpadded(value, is_padded)
     try:
         return json.loads(value) if value.strip() else None
     except (ValueError, RecursionError) as error:

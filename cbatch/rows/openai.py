@@ -29,7 +29,8 @@ _NEUTRAL = {  # allowed with this value only
 
 def is_request(row: Row) -> bool:
     """Whether a row is a line of an OpenAI batch input file."""
-    return "body" in row.data and "custom_id" in row.data
+    data = row.data
+    return "custom_id" in data and (isinstance(data.get("body"), dict) or ("body" in data and "url" in data))
 
 
 def prompt_and_params(row: Row) -> tuple[Any, dict[str, Any]]:
@@ -37,6 +38,8 @@ def prompt_and_params(row: Row) -> tuple[Any, dict[str, Any]]:
     body = row.data["body"]
     if not isinstance(body, dict):
         raise RowError("invalid_request", f"the body must be an object, not {body!r:.80}")
+    if row.data.get("params"):
+        raise RowError("invalid_params", "an OpenAI request has its settings in its body, not in params")
     field = _prompt_field(row.data.get("method"), row.data.get("url"))
     prompt = body.get(field)
     if prompt is None:
@@ -65,7 +68,10 @@ def names_other_model(row: Row, model: str) -> bool:
 
 def _prompt_field(method: Any, url: Any) -> str:
     """Where the body of a request has its prompt. The URL may be whole, and lack its /v1; without one it is a chat."""
-    path = urlsplit(str(url or "/v1/chat/completions")).path.rstrip("/")
+    try:
+        path = urlsplit(str(url or "/v1/chat/completions")).path.rstrip("/")
+    except ValueError:  # brackets of an address that is none, and the like
+        path = ""
     field = next((field for end, field in _PROMPT_FIELDS.items() if path.endswith(end)), None)
     if field is None or str(method or "POST").upper() != "POST":
         raise RowError(

@@ -127,7 +127,8 @@ class PromptBuilder:
         beside = openai.beside_messages(row) if openai.is_request(row) else row.data
         if self._template:
             beside = {}  # all columns are the template's
-        return conversation_of(prompt, beside.get("tools"), beside.get("chat_template_kwargs"), row.is_padded)
+        found = conversation_of(prompt, beside.get("tools"), beside.get("chat_template_kwargs"), row.is_padded)
+        return self._conversations.with_system(found)
 
     def _hides(self, chat: bool) -> bool:
         """Whether special tokens that a text only spells are plain text. A raw prompt is all its user's, so there they are not."""
@@ -214,7 +215,8 @@ def prompt_column(data: Mapping[str, Any], asked: str | None) -> str:
     found = filled or [name for name in names if name in data]
     if not found:
         there = ", ".join(map(repr, data)) or "none"
-        raise RowError("missing_prompt", f"no column {_either(names)}; there are: {there}")
+        hint = "; an OpenAI request has a custom_id beside its body" if isinstance(data.get("body"), dict) else ""
+        raise RowError("missing_prompt", f"no column {_either(names)}; there are: {there}{hint}")
     return found[0]
 
 

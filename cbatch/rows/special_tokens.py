@@ -15,6 +15,8 @@ _SPELLED, _MEANT = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 _ESCAPED = re.compile(r"\\u(?:db[89a-f]|000f)", re.IGNORECASE)  # how JSON and Python escape the first of these planes
 
+_CONTROL = re.compile(r"<[|\N{FULLWIDTH VERTICAL LINE}].*[|\N{FULLWIDTH VERTICAL LINE}]>", re.DOTALL)
+
 
 class SpecialTokens:
     """Tells the special tokens that a text only spells from those that a chat template writes.
@@ -26,7 +28,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.ids = {token.content: index for index, token in added.items() if token.special and token.content}
+        self.ids = {token.content: index for index, token in added.items() if _is_special(token)}
         longest_first = sorted(map(re.escape, self.ids), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first) or "(?!)")
         self.can_hide = hasattr(tokenizer, "backend_tokenizer")
@@ -38,7 +40,7 @@ class SpecialTokens:
         if isinstance(value, str):
             return bool(self._pattern.search(value))
         if isinstance(value, dict):
-            return any(map(self.are_in, value.values()))
+            return any(map(self.are_in, value)) or any(map(self.are_in, value.values()))
         return isinstance(value, (list, tuple)) and any(map(self.are_in, value))
 
     def hide(self, value: Any) -> Any:
@@ -50,7 +52,7 @@ class SpecialTokens:
                 )
             return self._pattern.sub(lambda match: self._spelled[match[0]], value)
         if isinstance(value, dict):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -73,6 +75,8 @@ class SpecialTokens:
         parts["truncation"] = parts["padding"] = None
         for token in parts["added_tokens"]:
             token["content"] = self._meant.get(token["content"], token["content"])
+        if (unknown := parts["model"].get("unk_token")) is not None:
+            parts["model"]["unk_token"] = self._meant.get(unknown, unknown)
         vocabulary = parts["model"].get("vocab")
         if isinstance(vocabulary, dict):
             parts["model"]["vocab"] = {self._meant.get(text, text): index for text, index in vocabulary.items()}
@@ -86,3 +90,8 @@ class SpecialTokens:
         added = self._tokenizer.added_tokens_decoder
         renamed = {index: self._meant.get(token.content, token.content) for index, token in added.items()}
         return {self._renamed.token_to_id(text): index for index, text in renamed.items()}
+
+
+def _is_special(token: Any) -> bool:
+    """Whether an added token is special: by its tokenizer's word, or written like <|user|>, which some do not call so."""
+    return bool(token.content) and bool(token.special or _CONTROL.fullmatch(token.content))
