@@ -57,10 +57,17 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that can't show a prompt is no reason to fail
     try:
         app()
+    except OSError as error:  # a file that can't be read, whichever it is
+        place = f"{error.filename}: " if error.filename else ""
+        _end(Fatal(f"{place}{error.strerror or error}"))
     except Fatal as error:
-        from cbatch.run import fatal
+        _end(error)
 
-        sys.exit(fatal(error))
+
+def _end(error: Fatal) -> None:
+    from cbatch.run import fatal
+
+    sys.exit(fatal(error))
 
 
 def _show_version(wanted: bool) -> None:

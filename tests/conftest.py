@@ -36,7 +36,20 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Workers take files in this order, the slowest first, so that none of them is what all others wait for at the end.
-SLOWEST = ["gpu_check", "kills", "readme", "replicas", "native", "triton", "aot", "engine", "fused", "bench", "run"]
+SLOWEST = [
+    "gpu_check",
+    "fuzz",
+    "kills",
+    "readme",
+    "replicas",
+    "native",
+    "triton",
+    "aot",
+    "engine",
+    "fused",
+    "bench",
+    "run",
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

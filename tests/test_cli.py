@@ -167,6 +167,7 @@ def test_a_wrong_flag_is_named_before_anything_is_loaded_or_written(
         (("-o", "plain/out"), "can't write"),
         (("-o", "in.jsonl"), "overwritten"),
         (("-o", "in.jsonl", "--overwrite"), "overwritten"),
+        (("-o", "x" * 300), "File name too long"),
     ],
 )
 def test_an_output_that_can_not_be_is_refused(
@@ -181,6 +182,15 @@ def test_an_output_that_can_not_be_is_refused(
     assert message in err
     assert source.read_bytes() == before
     assert (tmp_path / "plain").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", ["run", "check", "bench"])
+def test_the_name_of_a_model_that_no_file_can_have_is_one_line(call: Call, tmp_path: Path, command: str) -> None:
+    source = jsonl(tmp_path / "in.jsonl", {"prompt": "x"})
+    args = ("--rows", 1) if command == "bench" else (source, "-o", tmp_path / "out")
+    code, _, err = call(command, *args, "-m", "x" * 300)
+    assert code == 1
+    assert err.splitlines()[-1].startswith(f"cbatch: {'x' * 300}: File name too long")
 
 
 @pytest.mark.parametrize(

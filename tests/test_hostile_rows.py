@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -609,3 +610,21 @@ def test_a_page_of_parquet_whose_checksum_is_wrong_is_not_taken_for_rows(tmp_pat
     path.write_bytes(path.read_bytes().replace(b"the rain 0050", b"the pain 0050"))
     rows = list(read(resolve([str(path)])))
     assert (rows[-1].problem is not None) == verified
+
+
+def test_a_saved_dataset_that_points_out_of_its_own_data_is_a_failed_row(tmp_path: Path) -> None:
+    """Arrow would follow it, and the process would die."""
+    datasets = pytest.importorskip("datasets")
+    texts = [f"the rain {'in spain ' * number}" for number in range(8)]
+    datasets.Dataset.from_dict({"prompt": texts}).save_to_disk(tmp_path / "saved")
+    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
+    offsets = np.cumsum([0, *map(len, texts)]).astype("<i4")
+    content = file.read_bytes()
+    assert content.count(offsets.tobytes()) == 1
+    offsets[4] = 2**30
+    file.write_bytes(
+        content.replace(content[(at := content.index(offsets[:4].tobytes())) : at + offsets.nbytes], offsets.tobytes())
+    )
+    (row,) = read(resolve([str(tmp_path / "saved")]))
+    assert row.problem is not None
+    assert row.problem.kind == "read_error"

@@ -30,8 +30,11 @@ class Target:
         self.path, self.is_stream = Path(output.output), output.output == "-"
         by_suffix = next((kind for kind in ("jsonl", "parquet") if self.path.name.endswith(f".{kind}")), None)
         self.format = output.format or by_suffix or "jsonl"
-        self.single_file = by_suffix is not None and not self.path.is_dir()
-        self._check(by_suffix)
+        try:
+            self.single_file = by_suffix is not None and not self.path.is_dir()
+            self._check(by_suffix)
+        except OSError as error:  # a name that is too long, a folder that can't be looked into
+            raise UsageError(f"-o {output.output:.200}: {error.strerror or error}") from None
 
     def _check(self, by_suffix: str | None) -> None:
         output, given = self.output, self.output.output
