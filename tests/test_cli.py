@@ -508,7 +508,7 @@ def test_parquet_shards_share_one_schema_and_lose_nothing(
     assert [record["error_kind"] for record in found] == [None] * 30 + ["empty_prompt"] + [None] * 14
     assert [record["late"] for record in found if record["late"]] == ["here"]
     assert (found[0]["meta"], found[25]["meta"], found[30]["meta"]) == ('{"lang": null}', '{"lang": "en"}', None)
-    assert (found[25]["score"], found[40]["score"], found[25]["tags"]) == ("1", "1.5", '["a"]')
+    assert (found[25]["score"], found[40]["score"], found[25]["tags"]) == (1.0, 1.5, '["a"]')
     lines = {part: part.read_bytes() for part in out.iterdir() if part.is_file()}
     assert call("run", source, *args, *ordered)[0] == 3
     assert {part: part.read_bytes() for part in out.iterdir() if part.is_file()} == lines
