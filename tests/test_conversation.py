@@ -111,6 +111,18 @@ def test_arguments_of_a_tool_call_are_an_object_for_the_template(arguments: Any,
     assert f"<|im_start|>assistant\n{shown}<|im_end|>" in builder().render(row(messages=messages))
 
 
+def test_flat_tool_calls_have_objects_too() -> None:
+    flat = WITH_TOOLS.replace("call.function.arguments", "(call.function or call).arguments").replace(
+        "{{ (call", "{{ call.name if call.name }}{{ (call"
+    )
+    messages = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}]},
+        {"role": "tool", "content": "sun"},
+    ]
+    assert '{"x": 1}' in builder(flat).render(row(messages=messages))
+
+
 def test_nulls_with_which_a_table_fills_up_objects_reach_no_prompt(tmp_path: Path) -> None:
     calls = [
         {"function": {"name": "f", "arguments": {"day": 1}}},

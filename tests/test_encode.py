@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cbatch.check import check
 from cbatch.config import PromptConfig, SamplingParams
-from cbatch.errors import OK, SOME_FAILED, RowError
+from cbatch.errors import OK, SOME_FAILED, RowError, UsageError
 from cbatch.rows.conversation import Conversations
 from cbatch.rows.encode import Encoder
 from cbatch.rows.messages import conversation_of
@@ -297,6 +297,17 @@ def test_a_tokenizer_with_a_token_for_the_unknown_can_hide_others() -> None:
     special = SpecialTokens(wrapped)
     assert wrapped("a <end> z")["input_ids"] == [2, 1, 0]
     assert special.encode(special.hide("a <end> z"), add_special_tokens=False) == [2, 0, 0]
+
+
+@pytest.mark.parametrize("flag", ["single_word", "normalized"])
+def test_where_special_tokens_are_found_otherwise_they_can_not_be_hidden(flag: str) -> None:
+    tokenizer = nfc_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken("<|x|>", special=True, **{flag: True})]})
+    row = Row("in", 0, "in:1", {"prompt": "a <|x|> b"}, 5)
+    build = PromptBuilder(PromptConfig(), SamplingParams(seed=1), tokenizer, CONTEXT, VOCAB_SIZE + 50)
+    assert tokenizer.convert_tokens_to_ids("<|x|>") in build(row).token_ids
+    with pytest.raises(UsageError, match="can't do that"):
+        PromptBuilder(PromptConfig(special_tokens_in_text="plain"), SamplingParams(), tokenizer, CONTEXT, VOCAB_SIZE)
 
 
 def test_a_prompt_with_marks_of_its_own_can_not_be_told_apart() -> None:

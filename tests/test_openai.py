@@ -79,6 +79,7 @@ def test_a_text_request_is_never_put_into_a_conversation(build: PromptBuilder, p
         ({"messages": None}, {}, "missing_prompt"),
         ({"messages": "x"}, {}, "invalid_messages"),
         ({"messages": {"role": "user"}}, {}, "invalid_messages"),
+        ({"messages": [5, 6, 7]}, {}, "invalid_messages"),
         ({"messages": []}, {}, "empty_prompt"),
         ({"messages": [{"role": "user", "content": "x"}], "n": 2}, {}, "invalid_params"),
         ({"messages": [{"role": "user", "content": "x"}], "stream": True}, {}, "invalid_params"),

@@ -457,3 +457,30 @@ def test_a_stop_text_that_is_a_special_token_stops_as_that_token() -> None:
     own = build(row(prompt="a", params={"stop": ["<|endoftext|>"], "ignore_eos": True}))
     assert own.params.stop_token_ids == (9, 0)
     assert build(row(prompt="a", params={"stop": "the"})).params.stop_token_ids == (9,)
+
+
+def test_params_may_be_json_text_as_tables_have_it() -> None:
+    found = builder()(row(prompt="a", params='{"max_tokens": 3, "seed": 5}'))
+    assert found.params.max_tokens == 3
+    assert found.random_key == builder()(row(prompt="a", params={"max_tokens": 3, "seed": 5})).random_key
+    assert kind_of(builder(), row(prompt="a", params="greedy")) == "invalid_params"
+
+
+def test_columns_that_belong_to_conversations_are_the_users_own_beside_a_text() -> None:
+    assert builder().render(row(prompt="a", tools="hammer, saw")) == chat(("user", "a"))
+
+
+def test_a_row_that_nobody_thought_of_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = builder()
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError("odd")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_prompt", fail)
+        with pytest.raises(
+            RowError, match=r"^in\.jsonl:1: ZeroDivisionError: odd\. This is a fault of cbatch"
+        ) as caught:
+            build(row(prompt="a"))
+    assert caught.value.kind == "internal_error"
+    assert build(row(prompt="a"))

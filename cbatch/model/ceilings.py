@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from cbatch.errors import UsageError
 from cbatch.machine import device_name
-from cbatch.model.cache import cache_folder
+from cbatch.model.cache import code_folder
 
 _BYTES = 512 * 1024**2  # read; larger than any cache
 _BLOCK = 16 * 1024  # bytes that lie together in a KV cache
@@ -115,7 +115,7 @@ def _fastest(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _file() -> Path:
-    return cache_folder() / "ceilings.json"
+    return code_folder() / "ceilings.json"
 
 
 def _read() -> dict[str, Any]:

@@ -41,7 +41,7 @@ _ARITHMETIC = re.compile(
     r"softcap|^(embedding|attention|residual|logits|lm_head|key|mlp)_multipliers?$|logits?_scal|^query_pre_attn_scalar$|"
     r"^(embedding|residual)_scale$|alibi|^rotary_(dim|pct|percent|emb|ndims)|^partial_rotary_factor$|"
     r"^rope_(theta|scaling|ratio|pct|percent|factor|interleave)|clip_qkv|no_rope|nope_layer|att(entio)?n_sink|"
-    r"^transformers_weights$"
+    r"^transformers_weights$|^sliding_window$"
 )
 
 
@@ -197,12 +197,21 @@ def check_settings(config: dict[str, Any], known: Any) -> None:
             continue
         scaling = part.get("rope_scaling") or part.get("rope_parameters")
         settings = {key: value for key, value in part.items() if _ARITHMETIC.search(key)}
+        if not _slides(part):
+            settings.pop("sliding_window", None)
         settings |= {key: scaling[key] for key in scaling if key != "finetuned"} if isinstance(scaling, dict) else {}
         for key in _unmentioned(settings, of_part):
             raise UsageError(
                 f"{key} = {settings[key]!r:.80} in config.json changes what a model computes, but models of "
                 f"type {known.model_type} in transformers do not know it"
             )
+
+
+def _slides(config: dict[str, Any]) -> bool:
+    """Whether config.json asks for a sliding window that a text can be longer than."""
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
+    is_short = isinstance(window, int) and not (isinstance(context, int) and window >= context)
+    return is_short and config.get("use_sliding_window") is not False
 
 
 def _unmentioned(settings: dict[str, Any], known: Any) -> list[str]:

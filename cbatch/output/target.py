@@ -50,6 +50,8 @@ class Target:
             )
         if self.path.name.endswith(_OTHER_SUFFIXES) and not self.path.is_dir():
             raise UsageError(f"-o {given}: cbatch writes .jsonl and .parquet, or a folder of these")
+        if (self.path / "config.json").is_file() and not self.state.exists():
+            raise UsageError(f"-o {given}: is the folder of a model; name another folder")
         if not self.is_stream and not self.single_file and self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path}: is a file; name a folder, or a file that ends in .jsonl or .parquet")
 

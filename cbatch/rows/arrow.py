@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 from cbatch.errors import RowError, first_line
@@ -137,4 +138,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, timedelta):
         return duration_text(value // timedelta(microseconds=1), 10**6)
+    if isinstance(value, Decimal):
+        return format(value, "f")
     return value.isoformat() if hasattr(value, "isoformat") else str(value)

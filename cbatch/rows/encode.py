@@ -85,9 +85,9 @@ class Encoder:
             if is_hidden:
                 return self.special.encode(text, add_special_tokens)
             ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        except RowError:
+        except (RowError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # such as half a surrogate pair that a template made
+        except BaseException as error:  # such as half a surrogate pair that a template made; tokenizers may panic
             raise RowError("invalid_prompt", f"can't be tokenized: {error}") from None
         return ids
 

@@ -56,12 +56,11 @@ def _probed(message: dict[str, Any], part: str, probe: str) -> dict[str, Any]:
 
 
 def _renamed(call: Any, name: str) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    return (
-        {**call, "function": {**function, "name": name, "arguments": {name: name}}}
-        if isinstance(function, dict)
-        else call
-    )
+    if not isinstance(call, dict):
+        return call
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _renamed(function, name)}
+    return {**call, "name": name, "arguments": {name: name}}
 
 
 def conversation_of(messages: list[Any], tools: Any, template_kwargs: Any, is_padded: bool) -> Conversation:
@@ -119,11 +118,14 @@ def _text_part(part: Any) -> str:
 
 def _with_object(call: Any) -> Any:
     """A tool call whose arguments, in OpenAI's form the text of a JSON object, are that object; other text stays."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+    if not isinstance(call, dict):
         return call
-    arguments, problem = parse_object(text or "{}")
-    return {**call, "function": {**function, "arguments": text if problem else arguments}}
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _with_object(function)}
+    if not isinstance(text := call.get("arguments"), str):
+        return call
+    arguments, problem = parse_object(text if text.strip() else "{}")
+    return {**call, "arguments": text if problem else arguments}
 
 
 def _tools(value: Any, is_padded: bool) -> list[dict[str, Any]] | None:

@@ -44,8 +44,8 @@ def prompt_and_params(row: Row) -> tuple[Any, dict[str, Any]]:
     prompt = body.get(field)
     if prompt is None:
         raise RowError("missing_prompt", f"the body has no {field!r}")
-    if field == "messages" and not isinstance(prompt, list):
-        raise RowError("invalid_messages", f"messages must be a list, not {prompt!r:.80}")
+    if field == "messages" and not (isinstance(prompt, list) and all(isinstance(item, dict) for item in prompt)):
+        raise RowError("invalid_messages", f"messages must be a list of objects, not {prompt!r:.80}")
     if field == "prompt":
         return _single(prompt), _params(body, _IGNORED)
     return prompt, _params(body, _IGNORED | _BESIDE_MESSAGES)

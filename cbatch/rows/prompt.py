@@ -9,11 +9,12 @@ from datetime import datetime
 from typing import Any
 
 from cbatch.config import PromptConfig, SamplingParams
-from cbatch.errors import RowError, UsageError
+from cbatch.errors import RowError, UsageError, first_line
 from cbatch.rows import openai
 from cbatch.rows.conversation import Conversations
 from cbatch.rows.encode import Encoded, Encoder, is_token_ids
 from cbatch.rows.identity import Identities
+from cbatch.rows.json_object import parse_object
 from cbatch.rows.messages import Conversation, conversation_of
 from cbatch.rows.remarks import is_like_a_setting
 from cbatch.rows.request import Request, Row
@@ -63,6 +64,11 @@ class PromptBuilder:
             return self._request(row, identity)
         except RowError as error:
             raise error.at(row.where) from None
+        except MemoryError:
+            raise
+        except Exception as error:  # nobody thought of this row; it must not cost the others
+            problem = f"{type(error).__name__}: {first_line(error)}. This is a fault of cbatch; please report it"
+            raise RowError("internal_error", problem).at(row.where) from error
 
     def skip(self, row: Row) -> None:
         """Pass over a row that is done, so that later rows get the random keys that they would get behind it."""
@@ -121,7 +127,10 @@ class PromptBuilder:
         return Request(row, encoded.token_ids, params, key, chat, encoded.num_truncated_tokens, remarks)
 
     def _conversation(self, prompt: Any, row: Row) -> Conversation | None:
-        """The conversation that a prompt is, with the tools beside it; None if it is a text or token ids."""
+        """The conversation that a prompt is, with the tools beside it, or that a text becomes; None if it stays what it is."""
+        if isinstance(prompt, str) and self.chat and not openai.is_request(row):
+            user = [{"role": "user", "content": prompt}]
+            return self._conversations.with_system(conversation_of(user, None, None, is_padded=False))
         if not isinstance(prompt, list) or is_token_ids(prompt):
             return None
         beside = openai.beside_messages(row) if openai.is_request(row) else row.data
@@ -155,10 +164,10 @@ class PromptBuilder:
         if openai.is_request(row):
             check_request(self.config)
             return openai.prompt_and_params(row)
-        prompt = self._prompt(row.data)
-        if isinstance(prompt, str) and self.chat:
-            prompt = [{"role": "user", "content": prompt}]
-        return prompt, row.data.get("params")
+        params = row.data.get("params")
+        if isinstance(params, str):  # JSON, as a table may hold it
+            params = parse_object(params).columns or params
+        return self._prompt(row.data), params
 
     def _prompt(self, data: dict[str, Any]) -> Any:
         """What the template makes of a row, or what its prompt column holds."""

@@ -22,7 +22,8 @@ class SpecialTokens:
     """Tells the special tokens that a text only spells from those that a chat template writes.
 
     `hide` marks the first kind before the template is rendered, and `encode` makes plain text of what was marked. Both are
-    exact: `encode` uses the same tokenizer, but for the names of its special tokens.
+    exact: `encode` uses the same tokenizer, but for the names of its special tokens. Where these are found in a normalized
+    text, or as words only, it can't be done.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -31,7 +32,11 @@ class SpecialTokens:
         self.ids = {token.content: index for index, token in added.items() if _is_special(token)}
         longest_first = sorted(map(re.escape, self.ids), key=len, reverse=True)
         self._pattern = re.compile("|".join(longest_first) or "(?!)")
-        self.can_hide = hasattr(tokenizer, "backend_tokenizer")
+        self.can_hide = hasattr(tokenizer, "backend_tokenizer") and not any(
+            token.single_word or (token.normalized and tokenizer.backend_tokenizer.normalizer)
+            for index, token in added.items()
+            if index in self.ids.values()
+        )
         self._spelled = {text: chr(_SPELLED + index) for index, text in enumerate(self.ids)}
         self._meant = {text: chr(_MEANT + index) for index, text in enumerate(self.ids)}
 
