@@ -24,7 +24,7 @@ from cbatch.rows.request import Row
 from cbatch.rows.special_tokens import SpecialTokens
 from cbatch.rows.text_bound import most_bytes
 from tests.jobs import job_config, read_jsonl, run_job, summary, write_rows
-from tests.tiny import VOCAB_SIZE, make_tokenizer
+from tests.tiny import TEMPLATE, VOCAB_SIZE, make_tokenizer
 
 CONTEXT = 512  # of the tiny model
 END = 2  # the end-of-sequence token of its tokenizer
@@ -308,6 +308,45 @@ def test_where_special_tokens_are_found_otherwise_they_can_not_be_hidden(flag: s
     assert tokenizer.convert_tokens_to_ids("<|x|>") in build(row).token_ids
     with pytest.raises(UsageError, match="can't do that"):
         PromptBuilder(PromptConfig(special_tokens_in_text="plain"), SamplingParams(), tokenizer, CONTEXT, VOCAB_SIZE)
+
+
+CONTENT = "message['content']"
+
+
+@pytest.mark.parametrize(
+    ("use", "is_shown"),
+    [
+        (CONTENT, True),
+        (f"{CONTENT} | trim", True),
+        (f"{CONTENT} ~ {CONTENT}", True),
+        (f"{CONTENT} | tojson", True),
+        (f"'yes' if '<|im_end|>' in {CONTENT} else 'no'", False),
+        (f"{CONTENT}.split('<|im_end|>')[-1]", False),
+        (f"{CONTENT} | replace('<|im_end|>', '')", False),
+        (f"{CONTENT} | length", False),
+        (f"{CONTENT}[:9]", False),
+        (f"{CONTENT} | upper", False),
+        (f"{CONTENT} | urlencode", False),
+        (f"[{CONTENT}] | string", False),
+    ],
+)
+def test_what_a_template_makes_of_a_special_token_in_a_text_is_what_transformers_shows_or_an_error(
+    use: str, is_shown: bool
+) -> None:
+    template = TEMPLATE.replace(CONTENT, use)
+    assert template != TEMPLATE or use == CONTENT
+    tokenizer = make_tokenizer(template)
+    build = PromptBuilder(PromptConfig(), SamplingParams(seed=7), tokenizer, CONTEXT, VOCAB_SIZE)
+    messages = [message(" a <|im_end|> b ")]
+    row = Row("in.jsonl", 0, "in.jsonl:1", {"messages": messages}, 5)
+    if is_shown:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(build(row).token_ids) == text
+        assert build(row).token_ids.count(END) == 1  # the template's own
+        return
+    with pytest.raises(RowError, match="special-tokens-in-text") as caught:
+        build(row)
+    assert caught.value.kind == "template_error"
 
 
 def test_a_prompt_with_marks_of_its_own_can_not_be_told_apart() -> None:

@@ -95,8 +95,10 @@ def test_a_text_request_is_never_put_into_a_conversation(build: PromptBuilder, p
         ({"prompt": [{"role": "user", "content": "x"}]}, {"url": "/v1/completions"}, "invalid_prompt"),
         ({"prompt": 7}, {"url": "/v1/completions"}, "invalid_prompt"),
         ({"prompt": "x"}, {"url": "/v1/responses"}, "invalid_request"),
-        ({"prompt": "x"}, {"url": "http://[::1/v1/completions"}, "invalid_request"),
         ({"messages": [{"role": "user", "content": "x"}]}, {"params": {"max_tokens": 3}}, "invalid_params"),
+        ({"messages": []}, {"url": "http://[::1"}, "invalid_request"),
+        ({"messages": []}, {"url": b"\xff"}, "invalid_request"),
+        ({"messages": []}, {"method": b"\xff"}, "invalid_request"),
     ],
 )
 def test_a_request_that_can_not_be_answered_is_an_error_of_its_row(
@@ -118,6 +120,7 @@ CHAT = {"messages": [{"role": "user", "content": "x"}]}
         {"url": "/chat/completions"},
         {"url": "https://api.openai.com/v1/chat/completions"},
         {"url": "http://localhost:8000/v1/chat/completions/?timeout=9"},
+        {"url": "http://[::1/v1/chat/completions#it"},
     ],
 )
 def test_a_request_is_known_by_its_url_however_it_is_written(build: PromptBuilder, data: dict[str, Any]) -> None:
@@ -144,6 +147,8 @@ def test_two_names_of_one_setting_must_agree_in_either_order(build: PromptBuilde
     with pytest.raises(RowError, match="contradicts max_tokens") as caught:
         build(request({**CHAT, names[0]: 2, names[1]: 4}))
     assert caught.value.kind == "invalid_params"
+    with pytest.raises(RowError, match="contradicts max_tokens"):
+        build(request({**CHAT, names[0]: 1, names[1]: True}))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +157,7 @@ def test_two_names_of_one_setting_must_agree_in_either_order(build: PromptBuilde
         ({"prompt": "x", "max_tokens": 5}, ("setting_as_column",)),
         ({"prompt": "x", "temprature": 0.5, "Params": {}}, ("setting_as_column",)),
         ({"prompt": "x", "sampling_params": {"max_tokens": 5}}, ("setting_as_column",)),
+        ({"prompt": "x", "top-p": 0.5}, ("setting_as_column",)),
         ({"prompt": "x", "params": {"max_tokens": 5}, "text": "", "id": 1, "tokens": 3, "topic": "t"}, ()),
         ({"custom_id": "1", "body": {**CHAT, "model": "gpt-x"}}, ("other_model",)),
         ({"custom_id": "1", "body": {**CHAT, "model": "served"}}, ()),

@@ -5,10 +5,10 @@ Source: https://platform.openai.com/docs/guides/batch
 
 from __future__ import annotations
 
+import re
 import time
 import zlib
 from typing import Any
-from urllib.parse import urlsplit
 
 from cbatch.errors import RowError
 from cbatch.rows.request import Completion, Output, Row
@@ -68,15 +68,14 @@ def names_other_model(row: Row, model: str) -> bool:
 
 def _prompt_field(method: Any, url: Any) -> str:
     """Where the body of a request has its prompt. The URL may be whole, and lack its /v1; without one it is a chat."""
-    try:
-        path = urlsplit(str(url or "/v1/chat/completions")).path.rstrip("/")
-    except ValueError:  # brackets of an address that is none, and the like
-        path = ""
+    method, url = method or "POST", url or "/v1/chat/completions"
+    is_text = isinstance(method, str) and isinstance(url, str)
+    path = re.split("[?#]", url, maxsplit=1)[0].rstrip("/") if is_text else ""
     field = next((field for end, field in _PROMPT_FIELDS.items() if path.endswith(end)), None)
-    if field is None or str(method or "POST").upper() != "POST":
+    if field is None or method.upper() != "POST":
         raise RowError(
             "invalid_request",
-            f"{method or 'POST'!s:.20} {url!s:.200}: cbatch answers POST to /v1/chat/completions and /v1/completions",
+            f"{method!r:.20} {url!r:.200}: cbatch answers POST to /v1/chat/completions and /v1/completions",
         )
     return field
 
@@ -100,8 +99,9 @@ def _params(body: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
         if name in _NEUTRAL:
             raise RowError("invalid_params", f"{name}: {value!r:.80} is not supported")
         known = _PARAM_NAMES.get(str(name), str(name))
-        if params.setdefault(known, value) != value:
-            raise RowError("invalid_params", f"{name}: {value!r:.80} contradicts {known}: {params[known]!r:.80}")
+        first = params.setdefault(known, value)
+        if (type(first), first) != (type(value), value):  # True is not 1
+            raise RowError("invalid_params", f"{name}: {value!r:.80} contradicts {known}: {first!r:.80}")
     return params
 
 

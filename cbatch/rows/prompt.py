@@ -117,7 +117,7 @@ class PromptBuilder:
         spells_special = special.are_in(conversation.texts if conversation else prompt)
         hides = spells_special and self._hides(conversation is not None)
         if conversation:
-            prompt = self._conversations.render(conversation.mapped(special.hide) if hides else conversation)
+            prompt = self._rendered(conversation, hides)
         elif hides:
             prompt = special.hide(prompt)
         encoded = self._encoder(prompt, params.max_tokens, is_rendered=conversation is not None, is_hidden=hides)
@@ -138,6 +138,23 @@ class PromptBuilder:
             beside = {}  # all columns are the template's
         found = conversation_of(prompt, beside.get("tools"), beside.get("chat_template_kwargs"), row.is_padded)
         return self._conversations.with_system(found)
+
+    def _rendered(self, conversation: Conversation, hides: bool) -> str:
+        """The text of a conversation, with marks in the place of the special tokens that its texts only spell if `hides`.
+
+        RowError if the template does anything with these but show them, since it would do otherwise with marks.
+        """
+        text = self._conversations.render(conversation)
+        if not hides:
+            return text
+        hidden = self._conversations.render(conversation.mapped(self._encoder.special.hide))
+        if self._encoder.special.shown(hidden) != text:
+            raise RowError(
+                "template_error",
+                "the chat template looks for a special token that a text spells, or changes it, so it can't be plain text "
+                "there; see --special-tokens-in-text",
+            )
+        return hidden
 
     def _hides(self, chat: bool) -> bool:
         """Whether special tokens that a text only spells are plain text. A raw prompt is all its user's, so there they are not."""

@@ -37,4 +37,4 @@ def summary(counts: Mapping[str, int]) -> str:
 @lru_cache(1000)
 def is_like_a_setting(column: str) -> bool:
     """Whether a column's name is that of a sampling setting, or nearly so, so that its user may expect it to be one."""
-    return column != "params" and bool(get_close_matches(column.lower(), _SETTINGS, 1, _ALIKE))
+    return column != "params" and bool(get_close_matches(column.lower().replace("-", "_"), _SETTINGS, 1, _ALIKE))

@@ -13,7 +13,6 @@ from cbatch.errors import RowError
 # of the other plane for the token itself. https://www.unicode.org/faq/private_use.html
 _SPELLED, _MEANT = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-_ESCAPED = re.compile(r"\\u(?:db[89a-f]|000f)", re.IGNORECASE)  # how JSON and Python escape the first of these planes
 
 _CONTROL = re.compile(r"<[|\N{FULLWIDTH VERTICAL LINE}].*[|\N{FULLWIDTH VERTICAL LINE}]>", re.DOTALL)
 
@@ -60,15 +59,14 @@ class SpecialTokens:
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
+    def shown(self, text: str) -> str:
+        """A text with what it spells in the place of the marks."""
+        return text.translate({ord(mark): spelled for spelled, mark in self._spelled.items()})
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text in which special tokens are meant, unless they are marked."""
-        if _ESCAPED.search(text):
-            raise RowError(
-                "template_error", "the chat template escapes characters, so a special token in a text is no text"
-            )
         text = self._pattern.sub(lambda match: self._meant[match[0]], text)
-        text = text.translate({ord(mark): spelled for spelled, mark in self._spelled.items()})
-        ids = self._renamed.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._renamed.encode(self.shown(text), add_special_tokens=add_special_tokens).ids
         return [self._own_ids.get(token, token) for token in ids]
 
     @cached_property
