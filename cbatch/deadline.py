@@ -17,6 +17,7 @@ from cbatch.errors import INTERRUPTED, KILLED, UsageError
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # A run leaves within 10 seconds: a step may end in the first six, the rest is for what was finished to reach the disk.
 _LEAVING, _STEP, _LAST_WORDS = 10.0, 6.0, 2.0  # seconds
+_LONGEST = 100 * 366 * 86400  # seconds of a time limit
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -120,7 +121,9 @@ def time_limit(asked: str | None, environ: Mapping[str, str]) -> tuple[float, st
     if asked:
         limits.append((parse_duration(asked), "--time-limit"))
     end = environ.get("SLURM_JOB_END_TIME", "")  # seconds since 1970
-    if end.isdecimal() and int(end) > time.time():  # else the limit has been raised since the job started
+    if (
+        re.fullmatch("[0-9]{1,11}", end) and int(end) > time.time()
+    ):  # else the limit has been raised since the job started
         limits.append((int(end) - time.time(), "SLURM_JOB_END_TIME"))
     return min(limits)
 
@@ -128,11 +131,17 @@ def time_limit(asked: str | None, environ: Mapping[str, str]) -> tuple[float, st
 def parse_duration(text: str) -> float:
     """A duration in seconds: 90, 90s, 30m, 2h, 1d, or in Slurm's forms MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS."""
     if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text):
-        return float(match[1]) * _UNITS[match[2]]
-    if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}", text):
-        raise UsageError(f"--time-limit {text}: not a duration such as 90 (seconds), 30m, 2h, HH:MM:SS or D-HH:MM:SS")
-    days, _, clock = text.rpartition("-")
-    numbers = [int(number) for number in clock.split(":")]
-    missing = [0] * (3 - len(numbers))
-    hours, minutes, seconds = numbers + missing if days else missing + numbers
-    return float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+        found = float(match[1]) * _UNITS[match[2]]
+    elif re.fullmatch(r"\d{1,9}-\d{1,9}(:\d{1,9}){0,2}|\d{1,9}(:\d{1,9}){1,2}", text):
+        days, _, clock = text.rpartition("-")
+        numbers = [int(number) for number in clock.split(":")]
+        missing = [0] * (3 - len(numbers))
+        hours, minutes, seconds = numbers + missing if days else missing + numbers
+        found = float(((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds)
+    else:
+        raise UsageError(
+            f"--time-limit {text:.80}: not a duration such as 90 (seconds), 30m, 2h, HH:MM:SS or D-HH:MM:SS"
+        )
+    if found > _LONGEST:
+        raise UsageError(f"--time-limit {text:.80}: is more than 100 years; none is no limit")
+    return found

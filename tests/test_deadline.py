@@ -51,6 +51,12 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         parse_duration(text)
 
 
+@pytest.mark.parametrize("text", ["99999999999999d", "9" * 400, "999999999-00", "36601d"])
+def test_a_duration_that_no_clock_can_show_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="more than 100 years"):
+        parse_duration(text)
+
+
 def test_the_earlier_of_the_time_limit_and_the_end_of_the_slurm_job_counts() -> None:
     slurm = {"SLURM_JOB_END_TIME": str(int(time.time()) + 100)}
     assert time_limit("50", slurm) == (50, "--time-limit")
