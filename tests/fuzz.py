@@ -86,14 +86,19 @@ def _process(args: Sequence[str], out: io.StringIO, err: io.StringIO, raised: li
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(sys, "argv", ["cbatch", *args])
-        patch.setattr(sys, "stdin", stack.enter_context(open(os.devnull)))  # noqa: PTH123
+        stdin = open(os.devnull)  # noqa: PTH123, SIM115
+        patch.setattr(sys, "stdin", stdin)
         patch.setattr(os, "_exit", sys.exit)  # in the thread of a time limit, which has the run end anyway
         patch.setattr(threading, "excepthook", lambda hook: raised.append(f"in a thread: {hook.exc_value!r}"))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(err))
         faulthandler.dump_traceback_later(_HANGS, exit=True, file=sys.__stderr__ or 2)
         stack.callback(faulthandler.cancel_dump_traceback_later)
-        yield
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # a run that reads standard input detaches it
+                stdin.close()
 
 
 def check(ending: Ending) -> None:
