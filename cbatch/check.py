@@ -66,6 +66,11 @@ class Found:
     errors: Counter[str] = field(default_factory=Counter)  # bad rows by the kind of their error
     remarks: Counter[str] = field(default_factory=Counter)  # good rows by what is worth knowing about them
 
+    @property
+    def num_prompt(self) -> int:
+        """Tokens in the prompts of good rows."""
+        return sum(length * count for length, count in self.lengths.items())
+
 
 def _read_all(rows: Iterable[Row], shape: RecordShape, builder: PromptBuilder) -> Found:
     """Make requests of all rows, count them, and print the first of the errors."""
@@ -131,7 +136,7 @@ def _engine_lines(found: Found, engine: EnginePlan, files: ModelFiles) -> Iterat
     estimate = Estimate(files, engine)
     num_fit, block_bytes = estimate.num_blocks, estimate.bytes_per_token * engine.block_size
     num_good = found.lengths.total()
-    mean = (sum(length * count for length, count in found.lengths.items()) + found.num_new) / num_good
+    mean = (found.num_prompt + found.num_new) / num_good
     blocks = -(-round(mean) // engine.block_size)
     num_rows = min(num_fit // blocks, engine.max_num_seqs * len(engine.places))
     basis = ""
@@ -151,7 +156,7 @@ def _engine_lines(found: Found, engine: EnginePlan, files: ModelFiles) -> Iterat
 def _time_line(found: Found, at_once: int, estimate: Estimate) -> Iterator[str]:
     """A range for the time of a run: nobody knows how long completions will be, or how near to the ceilings it will come."""
     num_rows = found.lengths.total()
-    prompt = sum(length * count for length, count in found.lengths.items()) / num_rows
+    prompt = found.num_prompt / num_rows
     new = found.num_new / num_rows
     least = estimate.seconds(num_rows, prompt, new * _SHORT, at_once)
     most = estimate.seconds(num_rows, prompt, new, at_once)

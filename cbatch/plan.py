@@ -186,8 +186,8 @@ def prompt_builder(
     builder = PromptBuilder(
         config.prompt, sampling, files.tokenizer, max_model_len, vocab_size, files.eos_token_ids, files.name
     )
-    for source, rows in _first_rows(sources):
-        if all(map(builder.lacks_chat_template, rows)):
+    for source, rows in () if builder.has_chat_template else _first_rows(sources):
+        if all(map(builder.is_conversation, rows)):
             raise UsageError(
                 f"{source.name} holds conversations, and {files.name} has no chat template; use a chat model"
             )

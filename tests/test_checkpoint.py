@@ -17,7 +17,7 @@ from cbatch.errors import Fatal, UsageError
 from cbatch.model.loader import locate
 from tests.ggufs import save_gguf
 from tests.jobs import records, run_job, write_rows
-from tests.tiny import TEMPLATE, generate, make_config, make_model, make_tokenizer, save_model
+from tests.tiny import TEMPLATE, edit, generate, make_config, make_model, make_tokenizer, save_model
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 def folder(tiny_model: Path) -> Path:
     """A copy of the tiny model that a test may edit."""
     return Path(shutil.copytree(tiny_model, "model"))
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))
 
 
 def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:

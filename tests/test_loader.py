@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,19 +11,13 @@ from transformers import Gemma3TextConfig
 
 from cbatch.errors import Fatal, UsageError
 from cbatch.model.loader import ModelFiles, locate
-from tests.tiny import make_config, save_model
+from tests.tiny import edit, make_config, save_model
 
 
 @pytest.fixture
 def folder(tiny_model: Path, tmp_path: Path) -> Path:
     """A copy of the tiny model that a test may edit."""
     return Path(shutil.copytree(tiny_model, tmp_path / "model"))
-
-
-def edit(path: Path, **values: Any) -> None:
-    """Set keys of a JSON file."""
-    data = {**(json.loads(path.read_text()) if path.exists() else {}), **values}
-    path.write_text(json.dumps(data))
 
 
 # End-of-sequence tokens

@@ -23,7 +23,7 @@ from cbatch.model.loader import locate
 from cbatch.rows.prompt import PromptBuilder
 from cbatch.rows.request import Row
 from tests.jobs import records
-from tests.tiny import make_tokenizer, save_model
+from tests.tiny import edit, make_tokenizer, save_model
 
 ROOT = Path(__file__).parent.parent
 ESCAPES = [
@@ -84,10 +84,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     questions: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
     return questions
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 CODE = "from pathlib import Path\nPath('ran').touch()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M"

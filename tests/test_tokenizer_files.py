@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cbatch.errors import UsageError
 from cbatch.model.loader import locate
 from tests.ggufs import save_gguf
+from tests.tiny import edit
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -21,10 +20,6 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 @pytest.fixture
 def folder(tiny_model: Path) -> Path:
     return Path(shutil.copytree(tiny_model, "model"))
-
-
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def refused(pattern: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,8 @@ def generate(model: Any, token_ids: list[int], max_new_tokens: int, eos_token_id
     )
     tokens: list[int] = out[0, len(token_ids) :].tolist()
     return tokens
+
+
+def edit(path: Path, **values: Any) -> None:
+    """Set keys of a JSON file, which need not be there."""
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **values}))

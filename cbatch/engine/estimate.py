@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -80,8 +80,12 @@ class Estimate:
         tokens = num_rows * (prompt + new)
         num_steps = max(num_rows * new / max(1, min(at_once, num_rows)), tokens / plan.max_num_batched_tokens)
         read = num_engines * num_steps * self._read + num_rows * new * (prompt + new / 2) * self.bytes_per_token
-        share = (getattr(text, "num_experts_per_tok", None) or 1) / (
-            getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-        )  # of the weights that a token uses, if all are experts
+        share = expert_share(text)  # as if all weights of layers were experts
         flops = 2 * tokens * self._in_layers * share + 2 * num_rows * new * self._head
         return float(read / known.bytes_per_second + flops / known.flops) / num_devices
+
+
+def expert_share(text: Any) -> float:
+    """The share of the experts of a layer that a token uses; 1 in a model without experts. `text`: its configuration."""
+    num_experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    return float((getattr(text, "num_experts_per_tok", None) or 1) / num_experts)

@@ -11,6 +11,7 @@ import torch
 
 from cbatch.engine.block_pool import BlockPool
 from cbatch.engine.engine import Engine
+from cbatch.engine.estimate import expert_share
 from cbatch.engine.places import Place
 from cbatch.engine.plan import EnginePlan
 from cbatch.engine.scheduler import make_scheduler
@@ -145,9 +146,7 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
     """What a forward pass costs, counted from the weights. Of the experts of a layer only those a token uses count."""
     text = model.config.get_text_config()
     head = model.get_output_embeddings().weight
-    share = (getattr(text, "num_experts_per_tok", None) or 1) / (
-        getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
-    )
+    share = expert_share(text)
     embedding = {id(head), id(model.get_input_embeddings().weight)}
     weights = [(name, w) for name, w in model.named_parameters() if w.dim() > 1 and id(w) not in embedding]
     active = sum(w.numel() * (share if ".experts." in name else 1) for name, w in weights)

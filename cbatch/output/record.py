@@ -86,17 +86,15 @@ class RecordShape:
 
     def content_of_record(self, record: dict[str, Any]) -> int:
         """The checksum of what a record holds of its row: all of its columns, of an OpenAI request the custom_id."""
-        if self.prefix + "error_kind" not in record:
-            return digest_of(dumps({"custom_id": record["custom_id"]}).encode())
-        added = set(self.added)
-        return digest_of(dumps({name: value for name, value in record.items() if name not in added}).encode())
+        return self._content(record, is_openai=self.prefix + "error_kind" not in record)
 
     def content_of_row(self, row: Row) -> int:
         """The checksum of what a record of this row would hold of it."""
-        if self._is_openai(row):
-            return digest_of(dumps({"custom_id": row.data["custom_id"]}).encode())
-        added = set(self.added)
-        return digest_of(dumps({name: value for name, value in row.data.items() if name not in added}).encode())
+        return self._content(row.data, self._is_openai(row))
+
+    def _content(self, columns: dict[str, Any], is_openai: bool) -> int:
+        kept = {"custom_id"} if is_openai else columns.keys() - set(self.added)
+        return digest_of(dumps({name: value for name, value in columns.items() if name in kept}).encode())
 
     def _is_openai(self, row: Row) -> bool:
         return self.openai and openai.is_request(row)

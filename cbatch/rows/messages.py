@@ -39,7 +39,7 @@ class Conversation:
     def parts(self) -> list[str]:
         """What templates may leave out without a word, by names for people: all but the turns of user and assistant."""
         roles = dict.fromkeys(message["role"] for message in self.messages)
-        others = [f"messages of role {role!r:.80}" for role in roles if role not in ("user", "assistant")]
+        others = [_of_role(role) for role in roles if role not in ("user", "assistant")]
         return [*others, _CALLS] if any(message.get("tool_calls") for message in self.messages) else others
 
     def probed(self, part: str, probe: str) -> Conversation:
@@ -47,8 +47,12 @@ class Conversation:
         return replace(self, messages=[_probed(message, part, probe) for message in self.messages])
 
 
+def _of_role(role: str) -> str:
+    return f"messages of role {role!r:.80}"
+
+
 def _probed(message: dict[str, Any], part: str, probe: str) -> dict[str, Any]:
-    if part == f"messages of role {message['role']!r:.80}":
+    if part == _of_role(message["role"]):
         return {**message, "content": probe}
     if part == _CALLS and isinstance(calls := message.get("tool_calls"), list):
         return {**message, "tool_calls": [_renamed(call, probe) for call in calls]}
@@ -91,7 +95,7 @@ def _cleaned_message(message: Any, is_padded: bool) -> dict[str, Any]:
         clean["content"] = ""  # which templates show, whatever they do with one that is missing
     elif content is None:
         raise RowError("invalid_messages", f"the content of the {message['role']!r} message is missing or null")
-    elif content is not None and not isinstance(content, str):
+    elif not isinstance(content, str):
         raise RowError(
             "invalid_messages", f"the content of a message must be a text or text parts, not {content!r:.80}"
         )

@@ -91,10 +91,14 @@ class PromptBuilder:
         self._conversations.now = now
         self._template = Template(self.config.template, now) if self.config.template else None
 
-    def lacks_chat_template(self, row: Row) -> bool:
-        """Whether a row is a conversation and the model has no chat template for it."""
+    @property
+    def has_chat_template(self) -> bool:
+        return self._conversations.has_template
+
+    def is_conversation(self, row: Row) -> bool:
+        """Whether a row holds messages, which need a chat template."""
         try:
-            prompt = None if self._conversations.has_template else self._prompt_and_params(row)[0]
+            prompt = self._prompt_and_params(row)[0]
         except RowError:
             return False
         return isinstance(prompt, list) and not is_token_ids(prompt)

@@ -13,7 +13,6 @@ from cbatch.errors import RowError
 # of the other plane for the token itself. https://www.unicode.org/faq/private_use.html
 _SPELLED, _MEANT = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-
 _CONTROL = re.compile(r"<[|\N{FULLWIDTH VERTICAL LINE}].*[|\N{FULLWIDTH VERTICAL LINE}]>", re.DOTALL)
 
 
@@ -38,6 +37,7 @@ class SpecialTokens:
         )
         self._spelled = {text: chr(_SPELLED + index) for index, text in enumerate(self.ids)}
         self._meant = {text: chr(_MEANT + index) for index, text in enumerate(self.ids)}
+        self._texts = {ord(mark): text for text, mark in self._spelled.items()}  # by what stands for them
 
     def are_in(self, value: Any) -> bool:
         """Whether a text spells a special token, or any text inside lists and objects does."""
@@ -61,7 +61,7 @@ class SpecialTokens:
 
     def shown(self, text: str) -> str:
         """A text with what it spells in the place of the marks."""
-        return text.translate({ord(mark): spelled for spelled, mark in self._spelled.items()})
+        return text.translate(self._texts)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a text in which special tokens are meant, unless they are marked."""
